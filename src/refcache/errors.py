@@ -1,0 +1,65 @@
+"""Named errors: every refusal of a public call is one of these.
+
+A call that raises leaves the state as it was. "Not enough space" is a result (``None``), never an
+error. Each message says what was seen, where, and what was expected, in that order.
+"""
+
+
+class RefcacheError(Exception):
+    """Base of every error raised on purpose by refcache."""
+
+
+class InvalidArgument(RefcacheError, ValueError):
+    """An argument has the wrong value, dtype, shape or alignment."""
+
+
+class UnknownName(InvalidArgument):
+    """A policy, layout, backend or suite of that name does not exist."""
+
+    def __init__(self, kind: str, name: object, known: object) -> None:
+        choices = ", ".join(str(k) for k in sorted(known))  # type: ignore[call-overload]
+        super().__init__(f"unknown {kind} {name!r}: expected one of {choices}")
+
+
+class InvalidSlot(InvalidArgument):
+    """A slot index is out of range, or belongs to the dummy page 0."""
+
+
+class DoubleFree(RefcacheError, ValueError):
+    """A page, slot or row was freed that is already free (or queued to be freed)."""
+
+
+class LockUnderflow(RefcacheError, RuntimeError):
+    """``dec_lock_ref`` on a node that nobody holds."""
+
+
+class ForeignNode(RefcacheError, ValueError):
+    """A node that does not belong to this tree (another tree's, or removed from it)."""
+
+
+class NotProtected(RefcacheError, RuntimeError):
+    """``release_host`` without a matching ``protect_host``."""
+
+
+class NotIdle(RefcacheError, RuntimeError):
+    """The call is legal only when nothing is in flight."""
+
+
+class LoadSlotBusy(RefcacheError, RuntimeError):
+    """The next producer slot of ``LayerDoneCounter`` still has a load that is not done."""
+
+
+class HostPoolTooSmall(RefcacheError, ValueError):
+    """A host pool that is not larger than its device pool."""
+
+
+class WrongTier(RefcacheError, ValueError):
+    """A pool (or a tensor) of the other tier was passed."""
+
+
+class HostRegisterError(RefcacheError, RuntimeError):
+    """Pinning host memory was refused by the driver; carries its return code."""
+
+
+class MissingExtra(RefcacheError, ImportError):
+    """An optional dependency is needed for this call; the message names the extra to install."""

@@ -1,0 +1,15 @@
+"""Pure functions that define what the ops do: no state, PyTorch only, checkable by hand."""
+
+from refcache.reference.alloc import alloc_decode, alloc_extend, new_pages_needed
+from refcache.reference.layout import LAYOUTS, Layout
+from refcache.reference.transfer import backup_all_layer, load_per_layer
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "alloc_decode",
+    "alloc_extend",
+    "backup_all_layer",
+    "load_per_layer",
+    "new_pages_needed",
+]

@@ -1,0 +1,228 @@
+"""Parameter and result types, configuration, and the Protocols that let calls go down only.
+
+Names and fields are SGLang 0.5.10's. A result holds opaque node handles: callers pass them back,
+they do not look inside.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from refcache.errors import InvalidArgument, UnknownName
+from refcache.keys import RadixKey
+
+if TYPE_CHECKING:
+    from refcache.runtime.api import Runtime
+
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+IO_BACKENDS = ("kernel", "direct", "auto")
+HIT_POLICIES = ("per_visit", "per_request", "chunks_count")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
+
+Clock = Callable[[], float]
+
+
+class LogicalClock:
+    """A clock that counts its readings: 1, 2, 3, ... Runs repeat exactly; no two readings tie."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        self.now += 1
+        return self.now
+
+
+@dataclass
+class ServerArgs:
+    """The server arguments that shape the cache; names and defaults as in SGLang's ``ServerArgs``.
+
+    Sizes are in tokens unless the name says otherwise. ``hicache_size`` is GB a rank and wins over
+    ``hicache_ratio`` (host tokens / device tokens) when above 0.
+    """
+
+    page_size: int = 1
+    max_running_requests: int = 256
+    max_total_tokens: int | None = None
+    max_prefill_tokens: int = 16384
+    chunked_prefill_size: int | None = 8192
+    context_length: int = 131072
+    mem_fraction_static: float = 0.9
+    kv_cache_dtype: str = "auto"
+    device: str = "cpu"
+    schedule_policy: str = "fcfs"
+    schedule_conservativeness: float = 1.0
+    disable_overlap_schedule: bool = False
+    disable_radix_cache: bool = False
+    radix_eviction_policy: str = "lru"
+    enable_kv_cache_events: bool = False
+    speculative_algorithm: str | None = None
+    tp_size: int = 1
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float = 2.0
+    hicache_size: int = 0
+    hicache_write_policy: str = "write_through"
+    hicache_io_backend: str = "kernel"
+    hicache_mem_layout: str = "layer_first"
+
+    def __post_init__(self) -> None:
+        at_least_one = ("page_size", "max_running_requests", "max_prefill_tokens", "context_length")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise InvalidArgument(
+                f"max_total_tokens={self.max_total_tokens}: expected at least one page "
+                f"({self.page_size})"
+            )
+        chunk = self.chunked_prefill_size
+        if chunk is not None and (chunk < self.page_size or chunk % self.page_size):
+            raise InvalidArgument(
+                f"chunked_prefill_size={chunk}: expected a multiple of page_size={self.page_size}"
+            )
+        choices = {
+            "radix_eviction_policy": EVICTION_POLICIES,
+            "hicache_write_policy": WRITE_POLICIES,
+            "hicache_io_backend": IO_BACKENDS,
+            "schedule_policy": ("fcfs", "lpm"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise UnknownName(name, getattr(self, name), known)
+
+
+@dataclass
+class CacheInitParams:
+    """Constructor arguments of every tree cache; the last three are refcache's own."""
+
+    disable: bool
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: Any
+    page_size: int
+    is_eagle: bool = False
+    tp_cache_group: Any = None
+    eviction_policy: str = "lru"
+    disable_finished_insert: bool = False
+    enable_metrics: bool = False
+    enable_kv_cache_events: bool = False
+    enable_mamba_extra_buffer: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1
+    chunked_prefill_size: int | None = None
+    sliding_window_size: int | None = None
+    clock: Clock | None = None
+    hit_policy: str = "per_visit"
+    runtime: "Runtime | None" = None
+
+
+@dataclass
+class MatchPrefixParams:
+    """``req`` and ``cow_mamba`` are accepted for callers written for SGLang; nothing reads them."""
+
+    key: RadixKey
+    cow_mamba: bool = False
+    req: Any = None
+
+
+class MatchResult(NamedTuple):
+    """What a prefix match found.
+
+    Attributes:
+        device_indices: int64 ``[hit]``: device slots of the longest prefix on the device. The slots
+            stay valid until the next ``evict``, unless ``last_device_node`` is locked.
+        last_device_node, last_host_node: handles; the same one without a host tier.
+        host_hit_length: tokens beyond ``device_indices`` that are only on the host.
+    """
+
+    device_indices: torch.Tensor
+    last_device_node: Any
+    last_host_node: Any
+    host_hit_length: int = 0
+    mamba_branching_seqlen: int | None = None
+    cache_protected_len: int | None = None
+
+
+@dataclass
+class InsertParams:
+    """``value``: int64 device slots, one a key element. ``chunked``: by a prefill that goes on."""
+
+    key: RadixKey
+    value: torch.Tensor | None = None
+    chunked: bool = False
+    priority: int = 0
+
+
+@dataclass
+class InsertResult:
+    """``prefix_len``: tokens that were on the device before; their new slots stay the caller's."""
+
+    prefix_len: int
+
+
+@dataclass
+class EvictParams:
+    num_tokens: int
+
+
+@dataclass
+class EvictResult:
+    """``num_tokens_evicted``: by how much the allocator's free space grew."""
+
+    num_tokens_evicted: int = 0
+
+
+@dataclass
+class IncLockRefResult:
+    """``delta``: minus the tokens that are newly protected."""
+
+    delta: int = 0
+
+
+@dataclass
+class DecLockRefParams:
+    """Accepted for callers written for SGLang; a plain tree needs nothing from it."""
+
+
+@dataclass
+class DecLockRefResult:
+    """``delta``: the tokens that are newly evictable."""
+
+    delta: int = 0
+
+
+@dataclass
+class InitLoadBackParams:
+    """``mem_quota``: device tokens the request may still take; None means no bound."""
+
+    last_host_node: Any
+    host_hit_length: int
+    mem_quota: int | None = None
+    req: Any = None
+
+
+@runtime_checkable
+class CacheReq(Protocol):
+    """What a tree cache reads and writes of a request (the engine's ``Req`` is one).
+
+    ``fill_ids`` are the tokens whose KV exists or is being computed; the row ``req_pool_idx`` of
+    ``ReqToTokenPool`` holds their slots. ``prefix_indices``: slots of tokens that need no
+    computing. ``cache_protected_len``: tokens of the row that the tree owns. ``last_node``: the
+    handle this request has locked.
+    """
+
+    req_pool_idx: int | None
+    origin_input_ids: "array[int]"
+    output_ids: "array[int]"
+    fill_ids: "array[int]"
+    extra_key: str | None
+    prefix_indices: torch.Tensor
+    cache_protected_len: int
+    last_node: Any
+    priority: int
+
+    def pop_committed_kv_cache(self) -> int:
+        """The number of tokens with KV; may be asked once."""
+        ...
