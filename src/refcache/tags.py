@@ -31,6 +31,7 @@ from refcache.keys import namespace_seed
 _C1 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, the golden-ratio increment
 _C2 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _C3 = -7723592293110705685  # 0x94D049BB133111EB
+_C4 = -2960836687113929651  # 0xD6E8FEB862A13C4D, odd and unrelated to _C1
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,7 @@ def token_terms(
     ids = as_tensor(tokens)
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + len(ids))
-    return _mix((ids * _C1 + namespace) ^ _mix((positions + 1) * _C1))
+    return _mix((ids + 1) * _C1 + (positions + 1) * _C4 + namespace)
 
 
 def prefix_tags(
