@@ -10,7 +10,8 @@ cannot return ``None``. Capacity is the allocator's decision, before the call.
 >>> import torch
 >>> def extend(prefix, seq, last, free, page=4):
 ...     t = torch.tensor
-...     return alloc_extend(t(prefix), t(seq), t(last), t(free), page, sum(seq) - sum(prefix)).tolist()
+...     new = sum(seq) - sum(prefix)
+...     return alloc_extend(t(prefix), t(seq), t(last), t(free), page, new).tolist()
 >>> extend([2], [11], [5], [3, 4])
 [6, 7, 12, 13, 14, 15, 16, 17, 18]
 >>> extend([4], [11], [7], [2, 3])
@@ -42,10 +43,11 @@ def new_pages_needed(prefix_lens: torch.Tensor, seq_lens: torch.Tensor, page_siz
     return int((after - before).sum())
 
 
-def _slot(free_pages: list[int], opened: int, offset: int, page_size: int) -> int:
-    if opened >= len(free_pages):
-        return -1
-    return free_pages[opened] * page_size + offset
+def _fresh_pages(free_pages: torch.Tensor, needed: int) -> torch.Tensor:
+    """The first ``needed`` pages of the free list as int64; -1 for each one it does not have."""
+    pages = free_pages[:needed].to(torch.int64)
+    missing = needed - len(pages)
+    return torch.cat([pages, pages.new_full((missing,), -1)]) if missing > 0 else pages
 
 
 def alloc_extend(
@@ -75,26 +77,26 @@ def alloc_extend(
     Raises:
         InvalidArgument: ``extend_num_tokens`` is not the sum of the growths.
     """
-    pages = free_pages.tolist()
-    opened = 0
-    out: list[int] = []
+    growth = int((seq_lens - prefix_lens).sum())
+    if growth != extend_num_tokens:
+        raise InvalidArgument(
+            f"extend_num_tokens={extend_num_tokens}, but seq_lens - prefix_lens sums to {growth}"
+        )
+    pages = _fresh_pages(free_pages, new_pages_needed(prefix_lens, seq_lens, page_size))
+    fresh = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
+    fresh = torch.where(pages[:, None] < 0, -1, fresh).flatten()  # slots of the new pages, in order
+    out = [fresh[:0]]
+    used = 0  # of ``fresh``
     for prefix, seq, last in zip(
         prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True
     ):
-        for position in range(prefix, seq):
-            offset = position % page_size
-            if offset == 0:
-                out.append(_slot(pages, opened, 0, page_size))
-                opened += 1
-            elif position == prefix:
-                out.append(last + 1)
-            else:
-                out.append(out[-1] + 1 if out[-1] >= 0 else -1)
-    if len(out) != extend_num_tokens:
-        raise InvalidArgument(
-            f"extend_num_tokens={extend_num_tokens}, but seq_lens - prefix_lens sums to {len(out)}"
-        )
-    return torch.tensor(out, dtype=torch.int64, device=seq_lens.device)
+        room = -prefix % page_size  # free slots of the old last page
+        head = min(room, seq - prefix)
+        out.append(torch.arange(last + 1, last + 1 + head, device=fresh.device))  # part 1
+        rest = seq - prefix - head
+        out.append(fresh[used : used + rest])  # parts 2 and 3
+        used += -(-rest // page_size) * page_size
+    return torch.cat(out).to(seq_lens.device)
 
 
 def alloc_decode(
@@ -109,13 +111,8 @@ def alloc_decode(
         seq_lens: ``[batch]``, length of each request including the token to place.
         last_loc: ``[batch]``, the slot of token ``seq_lens[i] - 2`` (-1 when there is none).
     """
-    pages = free_pages.tolist()
-    opened = 0
-    out: list[int] = []
-    for seq, last in zip(seq_lens.tolist(), last_loc.tolist(), strict=True):
-        if (seq - 1) % page_size == 0:
-            out.append(_slot(pages, opened, 0, page_size))
-            opened += 1
-        else:
-            out.append(last + 1)
-    return torch.tensor(out, dtype=torch.int64, device=seq_lens.device)
+    opens = (seq_lens - 1) % page_size == 0
+    pages = _fresh_pages(free_pages, int(opens.sum()))
+    out = last_loc.to(torch.int64) + 1
+    out[opens] = torch.where(pages < 0, -1, pages * page_size)
+    return out
