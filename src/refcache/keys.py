@@ -16,6 +16,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import overload
 
 from refcache.errors import InvalidArgument
@@ -39,7 +40,7 @@ def token_array(token_ids: Sequence[int]) -> "array[int]":
 
 
 def _tokens_of_bigrams(pairs: Sequence[tuple[int, int]]) -> "array[int]":
-    if any(a[1] != b[0] for a, b in zip(pairs, pairs[1:], strict=False)):
+    if any(a[1] != b[0] for a, b in pairwise(pairs)):
         raise InvalidArgument("bigram key: each pair must start with the second token of the last")
     return token_array([pairs[0][0], *(pair[1] for pair in pairs)])
 
@@ -85,7 +86,7 @@ class RadixKey:
     def __len__(self) -> int:
         return max(0, len(self._tokens) - self.is_bigram)
 
-    def __iter__(self) -> Iterator[int] | Iterator[tuple[int, int]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[int] | Iterator[tuple[int, int]]:
         if self.is_bigram:
             return zip(self._tokens, self._tokens[1:], strict=False)
         return iter(self._tokens)
@@ -174,7 +175,7 @@ def namespace_seed(extra_key: str | None) -> bytes:
 
 
 def hash_page(page: RadixKey, prior: bytes) -> bytes:
-    """SHA-256 digest of one page after ``prior`` (the digest before it, or the namespace's seed)."""
+    """SHA-256 of one page after ``prior`` (the digest before it, or the namespace's seed)."""
     words = page.token_ids
     if page.is_bigram:
         words = array(TOKEN, bytes(8 * len(page)))

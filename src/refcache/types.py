@@ -164,6 +164,8 @@ class InsertResult:
 
 @dataclass
 class EvictParams:
+    """``num_tokens``: how many device tokens to free, at least."""
+
     num_tokens: int
 
 

@@ -126,7 +126,7 @@ class Layout:
         )
 
     def rows(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
-        """A view ``[pages, P, H, D]`` of one layer of ``buffer``; writing to it writes the buffer."""
+        """A view ``[pages, P, H, D]`` of a layer of ``buffer``; writing to it writes the buffer."""
         pages = self.size // self.page_size
         return buffer.as_strided(
             (pages, self.page_size, self.head_num, self.head_dim),
