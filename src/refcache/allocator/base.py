@@ -1,0 +1,206 @@
+"""What both allocators share: the free list, the release list, free groups, ownership.
+
+A page is in exactly one of four places: the free list, the release list (``need_sort``), the queue
+of an open free group, or handed out. The first three are tensors; the last is the mask ``_held``,
+which is what makes a double free an error instead of two owners of one page. Page 0 is the dummy
+page for padded tokens: never handed out, never freed. With page size 1 a page is a slot.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
+from refcache.runtime import ImmediateRuntime, Runtime
+
+
+class AllocatorState(NamedTuple):
+    """What ``backup_state`` returns: the two lists of page numbers."""
+
+    free_pages: torch.Tensor
+    release_pages: torch.Tensor
+
+
+class BaseTokenToKVPoolAllocator:
+    """Hands out device slots; pages are numbered from 1 to ``num_pages``.
+
+    Args:
+        size: capacity in tokens; a multiple of ``page_size``.
+        page_size: slots a page.
+        dtype: of the KV cache; kept for callers that ask.
+        device: where slot indices live.
+        kvcache: the device pool whose slots these are, or None to account only.
+        need_sort: freed pages wait in the release list and join the free list, sorted, when a
+            request is short. It changes which page comes next, never how many there are.
+        runtime: told when a call makes the host wait for the device (``free`` does).
+
+    Raises:
+        InvalidArgument: a size below one page or not in whole pages.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: Any,
+        need_sort: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if page_size < 1:
+            raise InvalidArgument(f"page_size={page_size}: expected at least 1")
+        if size < page_size or size % page_size:
+            raise InvalidArgument(
+                f"size={size}: expected a multiple of page_size={page_size}, not 0"
+            )
+        self.size = size
+        self.page_size = page_size
+        self.num_pages = size // page_size
+        self.dtype = dtype
+        self.device = device
+        self.need_sort = need_sort
+        self.runtime: Runtime = runtime or ImmediateRuntime()
+        self._kvcache = kvcache
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every page free, in ascending order, and close any free group."""
+        self.free_pages = torch.arange(1, self.num_pages + 1, device=self.device)
+        self.release_pages = self.free_pages[:0]
+        self.is_not_in_free_group = True
+        self.free_group: list[torch.Tensor] = []
+        self._held = torch.zeros(self.num_pages + 1, dtype=torch.bool, device=self.device)
+
+    def get_kvcache(self) -> Any:
+        """The device pool, or None."""
+        return self._kvcache
+
+    def available_size(self) -> int:
+        """Free tokens: both lists. Pages queued in an open free group are not free yet."""
+        return (len(self.free_pages) + len(self.release_pages)) * self.page_size
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """``need_size`` slots in whole pages, from the front of the free list.
+
+        Returns:
+            int64 ``[need_size]``, or None (and nothing changed) when too few are free.
+
+        Raises:
+            InvalidArgument: ``need_size`` negative or not in whole pages.
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise InvalidArgument(
+                f"alloc({need_size}): expected a multiple of page_size={self.page_size}, 0 or more"
+            )
+        pages = self._take(need_size // self.page_size)
+        return None if pages is None else self._slots(pages)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Give slots back: every page that has one of them becomes free (or queued).
+
+        A page named twice in one call is one free.
+
+        Args:
+            free_index: integer ``[n]``, in any order.
+
+        Raises:
+            InvalidArgument: not a one-dimensional integer tensor.
+            InvalidSlot: a slot of the dummy page, or out of range.
+            DoubleFree: a page that is free already, or queued in the open group.
+        """
+        if free_index.dim() != 1 or free_index.is_floating_point() or free_index.is_complex():
+            raise InvalidArgument(
+                f"free: {free_index.dtype} of shape {tuple(free_index.shape)}; expected integers [n]"
+            )
+        if free_index.numel() == 0:
+            return
+        self.runtime.host_sync()
+        pages = self._pages_of(free_index)
+        low, high = int(pages.min()), int(pages.max())
+        if low < 1 or high > self.num_pages:
+            raise InvalidSlot(
+                f"free of page {low if low < 1 else high}: expected pages 1 to {self.num_pages}"
+            )
+        held = self._held[pages]
+        if not held.all():
+            twice = pages[~held].tolist()
+            raise DoubleFree(f"free of page {twice[0]}: it is free already, or queued to be freed")
+        self._held[pages] = False
+        if self.is_not_in_free_group:
+            self._give_back(pages)
+        else:
+            self.free_group.append(pages)
+
+    def free_group_begin(self) -> None:
+        """Queue the frees that follow until ``free_group_end``. Groups do not nest.
+
+        Raises:
+            InvalidArgument: a group is open.
+        """
+        if not self.is_not_in_free_group:
+            raise InvalidArgument("free_group_begin: a free group is open already")
+        self.is_not_in_free_group = False
+
+    def free_group_end(self) -> None:
+        """Free what was queued, as one call.
+
+        Raises:
+            InvalidArgument: no group is open.
+        """
+        if self.is_not_in_free_group:
+            raise InvalidArgument("free_group_end: no free group is open")
+        self.is_not_in_free_group = True
+        if self.free_group:
+            self._give_back(self._order(torch.cat(self.free_group)))
+            self.free_group = []
+
+    def backup_state(self) -> AllocatorState:
+        """The lists as they are now, for ``restore_state``."""
+        return AllocatorState(self.free_pages, self.release_pages)
+
+    def restore_state(self, state: AllocatorState) -> None:
+        """Undo every alloc and free since ``backup_state``.
+
+        Raises:
+            InvalidArgument: a free group is open.
+        """
+        if not self.is_not_in_free_group:
+            raise InvalidArgument("restore_state: a free group is open")
+        self.free_pages, self.release_pages = state
+        self._held[1:] = True
+        self._held[self.free_pages] = False
+        self._held[self.release_pages] = False
+
+    def merge_and_sort_free(self) -> None:
+        """Move the release list into the free list and sort that."""
+        if len(self.release_pages):
+            self.free_pages = torch.cat([self.free_pages, self.release_pages]).sort().values
+            self.release_pages = self.release_pages[:0]
+
+    def _take(self, num_pages: int) -> torch.Tensor | None:
+        """Take pages off the front of the free list; None when there are too few."""
+        if self.need_sort and num_pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        if num_pages > len(self.free_pages):
+            return None
+        pages = self.free_pages[:num_pages]
+        self.free_pages = self.free_pages[num_pages:]
+        self._held[pages] = True
+        return pages
+
+    def _slots(self, pages: torch.Tensor) -> torch.Tensor:
+        within = torch.arange(self.page_size, device=pages.device)
+        return (pages[:, None] * self.page_size + within).flatten()
+
+    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """The distinct pages of some slots, in the order in which they are freed."""
+        raise NotImplementedError
+
+    def _order(self, pages: torch.Tensor) -> torch.Tensor:
+        """The order in which the pages of a whole free group are freed."""
+        raise NotImplementedError
+
+    def _give_back(self, pages: torch.Tensor) -> None:
+        """Put freed pages on the free list, or on the release list with ``need_sort``."""
+        raise NotImplementedError

@@ -1,0 +1,153 @@
+"""``PagedTokenToKVPoolAllocator``: whole pages, and the tail of a request's last page.
+
+Freed pages go, ascending, to the *front* of the free list (SGLang 0.5.10): the page that was freed
+last is used next.
+"""
+
+from typing import Any
+
+import torch
+
+from refcache.allocator.base import BaseTokenToKVPoolAllocator
+from refcache.backend import Backend, resolve
+from refcache.errors import InvalidArgument
+from refcache.reference import new_pages_needed
+from refcache.runtime import Runtime
+
+
+class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+    """Hands out pages; also grows requests token by token. Arguments as in the base class.
+
+    ``backend`` names who computes the slots ("reference" or "triton"); None picks by device.
+
+    >>> allocator = PagedTokenToKVPoolAllocator(16, 4, torch.float16, "cpu", kvcache=None)
+    >>> allocator.alloc(8).tolist()
+    [4, 5, 6, 7, 8, 9, 10, 11]
+    >>> prefix, seq, last = torch.tensor([2]), torch.tensor([7]), torch.tensor([5])
+    >>> allocator.alloc_extend(prefix, prefix, seq, seq, last, 5).tolist()
+    [6, 7, 12, 13, 14]
+    >>> allocator.available_size()
+    4
+    >>> prefix, seq, last = torch.tensor([0]), torch.tensor([12]), torch.tensor([-1])
+    >>> allocator.alloc_extend(prefix, prefix, seq, seq, last, 12) is None
+    True
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        kvcache: Any,
+        need_sort: bool = False,
+        runtime: Runtime | None = None,
+        backend: str | None = None,
+    ) -> None:
+        self.ops: Backend = resolve(backend, device)
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort, runtime)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> torch.Tensor | None:
+        """Slots for request i to grow from ``prefix_lens[i]`` to ``seq_lens[i]`` tokens.
+
+        Capacity is decided first, from the CPU lengths. Which slots: see
+        :func:`refcache.reference.alloc_extend`.
+
+        Args:
+            prefix_lens, seq_lens, last_loc: integer ``[batch]`` on the device.
+            prefix_lens_cpu, seq_lens_cpu: the same lengths on the CPU.
+            extend_num_tokens: ``sum(seq_lens - prefix_lens)``.
+
+        Returns:
+            int64 ``[extend_num_tokens]``, or None (and nothing changed) when too few are free.
+
+        Raises:
+            InvalidArgument: lengths that shrink, a sum that is not ``extend_num_tokens``, shapes
+                that differ, or a ``last_loc`` that is not at the offset of token ``prefix - 1``
+                (the last is checked on CPU tensors only: reading a device tensor would wait).
+        """
+        self._check_batch(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc)
+        if bool((seq_lens_cpu < prefix_lens_cpu).any()) or bool((prefix_lens_cpu < 0).any()):
+            raise InvalidArgument(
+                f"alloc_extend from {prefix_lens_cpu.tolist()} to {seq_lens_cpu.tolist()} tokens: "
+                "expected lengths of 0 or more that do not shrink"
+            )
+        growth = int((seq_lens_cpu - prefix_lens_cpu).sum())
+        if growth != extend_num_tokens:
+            raise InvalidArgument(f"{extend_num_tokens=}: the lengths grow by {growth} in all")
+        self._check_last_loc(last_loc, prefix_lens)
+        return self._grow(
+            new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size),
+            lambda free: self.ops.alloc_extend(
+                prefix_lens, seq_lens, last_loc, free, self.page_size, extend_num_tokens
+            ),
+        )
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One slot a request, for its token ``seq_lens[i] - 1``. Contract as ``alloc_extend``."""
+        self._check_batch(seq_lens, seq_lens_cpu, last_loc)
+        if bool((seq_lens_cpu < 1).any()):
+            raise InvalidArgument(
+                f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 or more"
+            )
+        self._check_last_loc(last_loc, seq_lens - 1)
+        opens = int(((seq_lens_cpu - 1) % self.page_size == 0).sum())
+        return self._grow(
+            opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
+        )
+
+    def _grow(self, num_pages: int, slots: Any) -> torch.Tensor | None:
+        """Take ``num_pages`` and compute ``slots(the free list they head)``."""
+        if self.need_sort and num_pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        free = self.free_pages
+        if self._take(num_pages) is None:
+            return None
+        out: torch.Tensor = slots(free)
+        return out
+
+    def _check_batch(self, *tensors: torch.Tensor) -> None:
+        shape = tensors[0].shape
+        for t in tensors:
+            if t.shape != shape or t.dim() != 1 or t.dtype not in (torch.int32, torch.int64):
+                raise InvalidArgument(
+                    f"lengths and last_loc: {t.dtype} of shape {tuple(t.shape)}; expected int32 or "
+                    f"int64 [{shape[0] if shape else 'batch'}]"
+                )
+
+    def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        if last_loc.device.type != "cpu":
+            return
+        fits = (prefix_lens == 0) | (
+            (last_loc >= self.page_size)
+            & (last_loc < self.size + self.page_size)
+            & ((last_loc + 1) % self.page_size == prefix_lens % self.page_size)
+        )
+        if not fits.all():
+            i = int((~fits).nonzero()[0])
+            raise InvalidArgument(
+                f"last_loc[{i}]={int(last_loc[i])} for a prefix of {int(prefix_lens[i])} tokens at "
+                f"page_size={self.page_size}: not the slot of the prefix's last token"
+            )
+
+    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.div(slots.to(torch.int64), self.page_size, rounding_mode="floor").unique()
+
+    def _order(self, pages: torch.Tensor) -> torch.Tensor:
+        return pages.sort().values
+
+    def _give_back(self, pages: torch.Tensor) -> None:
+        if self.need_sort:
+            self.release_pages = torch.cat([pages, self.release_pages])
+        else:
+            self.free_pages = torch.cat([pages, self.free_pages])
