@@ -51,9 +51,7 @@ class BaseTokenToKVPoolAllocator:
         if page_size < 1:
             raise InvalidArgument(f"page_size={page_size}: expected at least 1")
         if size < page_size or size % page_size:
-            raise InvalidArgument(
-                f"size={size}: expected a multiple of page_size={page_size}, not 0"
-            )
+            raise InvalidArgument(f"size={size}: expected whole pages of {page_size}")
         self.size = size
         self.page_size = page_size
         self.num_pages = size // page_size
@@ -111,7 +109,7 @@ class BaseTokenToKVPoolAllocator:
         """
         if free_index.dim() != 1 or free_index.is_floating_point() or free_index.is_complex():
             raise InvalidArgument(
-                f"free: {free_index.dtype} of shape {tuple(free_index.shape)}; expected integers [n]"
+                f"free: {free_index.dtype} {tuple(free_index.shape)}; expected integers [n]"
             )
         if free_index.numel() == 0:
             return

@@ -97,9 +97,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """One slot a request, for its token ``seq_lens[i] - 1``. Contract as ``alloc_extend``."""
         self._check_batch(seq_lens, seq_lens_cpu, last_loc)
         if bool((seq_lens_cpu < 1).any()):
-            raise InvalidArgument(
-                f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 or more"
-            )
+            raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
         self._check_last_loc(last_loc, seq_lens - 1)
         opens = int(((seq_lens_cpu - 1) % self.page_size == 0).sum())
         return self._grow(
@@ -141,7 +139,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             )
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        return torch.div(slots.to(torch.int64), self.page_size, rounding_mode="floor").unique()
+        pages = torch.div(slots.to(torch.int64), self.page_size, rounding_mode="floor")
+        distinct: torch.Tensor = torch.unique(pages)  # type: ignore[no-untyped-call]
+        return distinct
 
     def _order(self, pages: torch.Tensor) -> torch.Tensor:
         return pages.sort().values

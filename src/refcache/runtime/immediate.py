@@ -20,7 +20,7 @@ class ImmediateStream:
 
     def wait_stream(self, other: Any) -> None: ...
 
-    def record_event(self, event: "ImmediateEvent | None" = None) -> "ImmediateEvent":
+    def record_event(self, event: Any = None) -> Any:
         return event if event is not None else ImmediateEvent()
 
     def query(self) -> bool:
