@@ -140,7 +140,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         pages = torch.div(slots.to(torch.int64), self.page_size, rounding_mode="floor")
-        distinct: torch.Tensor = torch.unique(pages)  # type: ignore[no-untyped-call]
+        distinct: torch.Tensor = torch.unique(pages)
         return distinct
 
     def _order(self, pages: torch.Tensor) -> torch.Tensor:

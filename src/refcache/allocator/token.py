@@ -24,7 +24,7 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         slots = slots.to(torch.int64)
-        distinct, which = torch.unique(slots, return_inverse=True)  # type: ignore[no-untyped-call]
+        distinct, which = torch.unique(slots, return_inverse=True)
         if len(distinct) == len(slots):
             return slots.clone()
         first = torch.full_like(distinct, len(slots)).scatter_reduce_(
