@@ -21,6 +21,14 @@ class UnknownName(InvalidArgument):
         super().__init__(f"unknown {kind} {name!r}: expected one of {choices}")
 
 
+class InvalidTrace(InvalidArgument):
+    """A request trace that cannot be read; the message names file, line and field."""
+
+    def __init__(self, path: object, line: int | None, field: str | None, problem: str) -> None:
+        where = [str(path), *([f"line {line}"] if line else []), *([field] if field else [])]
+        super().__init__(f"{', '.join(where)}: {problem}")
+
+
 class InvalidSlot(InvalidArgument):
     """A slot index is out of range, or belongs to the dummy page 0."""
 
