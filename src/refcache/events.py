@@ -25,7 +25,7 @@ class BlockStored:
 
     block_hashes: tuple[int, ...]
     parent_block_hash: int | None
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int | tuple[int, int], ...]
     block_size: int
     lora_id: int | None = None
     medium: str = MEDIUM_GPU

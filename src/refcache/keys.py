@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
-from typing import overload
+from typing import Any, overload
 
 from refcache.errors import InvalidArgument
 

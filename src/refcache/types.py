@@ -147,12 +147,20 @@ class MatchResult(NamedTuple):
 
 @dataclass
 class InsertParams:
-    """``value``: int64 device slots, one a key element. ``chunked``: by a prefill that goes on."""
+    """One insert.
+
+    Attributes:
+        value: int64 device slots, one a key element.
+        chunked: made by a prefill that goes on.
+        counted_len: tokens of the key that a hit of the same request has counted already (read
+            under the ``per_request`` hit policy).
+    """
 
     key: RadixKey
     value: torch.Tensor | None = None
     chunked: bool = False
     priority: int = 0
+    counted_len: int = 0
 
 
 @dataclass
@@ -212,7 +220,7 @@ class CacheReq(Protocol):
     ``fill_ids`` are the tokens whose KV exists or is being computed; the row ``req_pool_idx`` of
     ``ReqToTokenPool`` holds their slots. ``prefix_indices``: slots of tokens that need no
     computing. ``cache_protected_len``: tokens of the row that the tree owns. ``last_node``: the
-    handle this request has locked.
+    handle this request has locked. ``cache_counted_len``: tokens whose hit it has counted.
     """
 
     req_pool_idx: int | None
@@ -224,6 +232,7 @@ class CacheReq(Protocol):
     cache_protected_len: int
     last_node: Any
     priority: int
+    cache_counted_len: int
 
     def pop_committed_kv_cache(self) -> int:
         """The number of tokens with KV; may be asked once."""
