@@ -51,11 +51,12 @@ def main(arguments: list[str]) -> int:
         code = app(arguments, prog_name="refcache", standalone_mode=False) or OK
         sys.stdout.flush()
         return int(code)
-    except BrokenPipeError:  # the reader left, as in `refcache planted | head -1`
+    except (BrokenPipeError, SystemExit):
+        # The reader left, as in `refcache planted | head -1`; typer turns that into SystemExit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (typer.Abort, KeyboardInterrupt):
-        return _refuse("interrupted", INTERRUPTED)
+        return INTERRUPTED
     except RefcacheError as error:
         return _refuse(str(error), USAGE)
     except UsageError as error:

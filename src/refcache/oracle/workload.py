@@ -266,7 +266,7 @@ def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> int:
     """
     check = _Checker(path)
     target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part = target.parent / f".{target.name}.{os.getpid()}.part"
     try:
         try:
             with open(part, "wb") as file:
