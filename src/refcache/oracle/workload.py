@@ -265,7 +265,7 @@ def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> int:
         InvalidTrace: the file cannot be written, or a request is one that ``read_trace`` refuses.
     """
     check = _Checker(path)
-    target = Path(path)
+    target = Path(path).absolute()
     part = target.parent / f".{target.name}.{os.getpid()}.part"
     try:
         try:
