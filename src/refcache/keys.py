@@ -86,7 +86,7 @@ class RadixKey:
     def __len__(self) -> int:
         return max(0, len(self._tokens) - self.is_bigram)
 
-    def __iter__(self) -> Iterator[int] | Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Any]:
         if self.is_bigram:
             return zip(self._tokens, self._tokens[1:], strict=False)
         return iter(self._tokens)

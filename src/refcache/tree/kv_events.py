@@ -49,9 +49,7 @@ class EventLog:
         for page, digest in enumerate(digests):
             tokens = tuple(node.key[page * self.page_size : (page + 1) * self.page_size])
             block = event_hash(digest)
-            self._queue.append(
-                BlockStored((block,), before, tokens, self.page_size, medium=medium)
-            )
+            self._queue.append(BlockStored((block,), before, tokens, self.page_size, medium=medium))
             before = block
 
     def removed(self, node: TreeNode, medium: str = MEDIUM_GPU) -> None:
