@@ -59,7 +59,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	        "Name one: make PYTHON=/path/to/python3.11" >&2; \
 	    exit 1; \
 	fi; \
-	echo "== creating .venv with $$found and the versions of constraints.txt (a minute, 2 GB)"; \
+	echo "== creating .venv with $$found and the versions of constraints.txt (a minute or two, 2 GB)"; \
 	"$$found" -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
