@@ -141,13 +141,17 @@ class KVCache:
         view = self.planes[plane].buffer[self._local(layer_id)]
         return view if self.store_dtype == self.dtype else view.view(self.dtype)
 
-    def _write(self, layer: Any, loc: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-        """Launch ``plane[layer][loc] = rows`` for every plane; ``layer`` has or is a layer id."""
+    def _write(self, layer: Any, loc: torch.Tensor, *rows: tuple[torch.Tensor, ...]) -> None:
+        """Launch ``plane[layer][loc] = rows`` for every plane; ``layer`` has or is a layer id.
+
+        The rows of a plane may come in parts, side by side; they are read when the launch runs.
+        """
         layer_id: int = getattr(layer, "layer_id", layer)
-        for plane, value in zip(self.planes, rows, strict=True):
-            if value.shape != (len(loc), plane.head_num, plane.head_dim):
+        for plane, parts in zip(self.planes, rows, strict=True):
+            seen = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+            if seen != (len(loc), plane.head_num, plane.head_dim):
                 raise InvalidArgument(
-                    f"{plane.name} rows of shape {tuple(value.shape)}: expected "
+                    f"{plane.name} rows of shape {seen}: expected "
                     f"{(len(loc), plane.head_num, plane.head_dim)}"
                 )
         slots = self.size + self.page_size
@@ -162,8 +166,9 @@ class KVCache:
         targets = [self._view(plane, layer_id) for plane in range(len(self.planes))]
 
         def run() -> None:
-            for target, value in zip(targets, rows, strict=True):
-                target.view(self.store_dtype)[loc] = value.to(self.dtype).view(self.store_dtype)
+            for target, parts in zip(targets, rows, strict=True):
+                row = torch.cat(parts, dim=-1).to(self.dtype)
+                target.view(self.store_dtype)[loc] = row.view(self.store_dtype)
 
         regions = [self.region(plane, layer_id, loc) for plane in range(len(self.planes))]
         self.runtime.launch("set_kv_buffer", run, writes=regions)
@@ -219,7 +224,7 @@ class MHATokenToKVPool(KVCache):
         Raises:
             InvalidArgument, InvalidSlot: before anything is launched.
         """
-        self._write(layer, loc, (cache_k, cache_v))
+        self._write(layer, loc, (cache_k,), (cache_v,))
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """K of a layer, ``[size + page_size, head_num, head_dim]``, after waiting for the layer."""
@@ -289,7 +294,7 @@ class MLATokenToKVPool(KVCache):
         self, layer: Any, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:
         """Write latent ``[n, 1, kv_lora_rank]`` and rope ``[n, 1, qk_rope_head_dim]`` parts."""
-        self._write(layer, loc, (torch.cat([cache_k_nope, cache_k_rope], dim=-1),))
+        self._write(layer, loc, (cache_k_nope, cache_k_rope))
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """The whole row of a layer, ``[size + page_size, 1, width]``, after waiting for it."""

@@ -107,7 +107,8 @@ class RadixCache(RadixTree):
         """Free a leaf's device slots and drop it; returns how many."""
         self.token_to_kv_pool_allocator.free(node.value)
         self.events.removed(node)
-        self._delete_leaf(node)
+        self.evictable_size_ -= len(node.key)
+        self._unlink(node)
         return len(node.key)
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:

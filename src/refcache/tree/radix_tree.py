@@ -116,7 +116,7 @@ class RadixTree:
             return MatchResult(self._no_slots(), self.root_node, self.root_node)
         values, node = self._match_prefix_helper(self.root_node, key)
         slots = torch.cat(values) if values else self._no_slots()
-        return MatchResult(slots, node, node)
+        return self._match_result(slots, node)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Cache ``params.key``; adopt the slots of the part that was not cached yet.
@@ -147,6 +147,9 @@ class RadixTree:
             key = RadixKey(key.token_ids, key.extra_key, is_bigram=True)
             value = None if value is None else value[: len(key)]
         return key, value
+
+    def _match_result(self, slots: torch.Tensor, node: TreeNode) -> MatchResult:
+        return MatchResult(slots, node, node)
 
     def _match_prefix_helper(
         self, node: TreeNode, key: RadixKey
@@ -267,12 +270,12 @@ class RadixTree:
             raise ForeignNode(f"{node} is not in this tree")
         return path
 
-    def _delete_leaf(self, node: TreeNode) -> None:
+    def _unlink(self, node: TreeNode) -> None:
+        """Take a leaf out of the tree."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key.child_key(self.page_size)]
         node.parent = None
-        self.evictable_size_ -= len(node.key)
         self.evictable_leaves.discard(node)
         self._update_leaf_status(parent)
 
