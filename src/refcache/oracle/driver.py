@@ -1,0 +1,124 @@
+"""What all drivers share: a log that is a program, guarded calls on the target, checks after each.
+
+A driver performs one call on the target at a time, the way an engine does, and keeps a ledger of
+who owns what from public observations only. Its methods are total: an index is taken modulo what
+exists, and a call that makes no sense now does nothing. So any sequence of calls is legal, any
+subsequence of a failing one may be tried, and the log of a failure is a program that runs::
+
+    d = TreeDriver(resolve("refcache"), page_size=2, size=8)
+    d.admit((0, 1, 1))
+    d.finish(0)
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from refcache.oracle.target import CacheConfig, Target
+from refcache.oracle.violation import Violation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+D = TypeVar("D", bound="Driver")
+
+
+class Driver:
+    """Base of the drivers. ``calls`` counts the logged calls; ``log`` is the program."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, target: Target, **config: Any) -> None:
+        self.target = target
+        self.config = CacheConfig(**config)
+        given = "".join(
+            f", {f.name}={getattr(self.config, f.name)!r}"
+            for f in fields(CacheConfig)
+            if getattr(self.config, f.name) != f.default
+        )
+        self.log = [f"d = {type(self).__name__}(resolve({target.name!r}){given})"]
+        self.call_log: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.found: Violation | None = None
+        self._noted: Violation | None = None
+
+    @property
+    def calls(self) -> int:
+        return len(self.call_log)
+
+    def note(self, rule: str, evidence: str) -> None:
+        """Remember the first violation seen inside a call; it is raised when the call is over."""
+        if self._noted is None:
+            self._noted = Violation(rule, evidence)
+
+    def require(self, holds: bool, rule: str, evidence: str) -> None:
+        if not holds:
+            raise Violation(rule, evidence)
+
+    def on_target(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Make one legal call on the target; an exception of it is the violation ``crash``.
+
+        What the ledger noted during the call comes first: it is the cause, an exception (or a
+        result) is the consequence.
+        """
+        try:
+            result = function(*args, **kwargs)
+        except Violation:
+            raise
+        except Exception as error:
+            self.raise_noted()
+            name = getattr(function, "__qualname__", repr(function))
+            raise Violation("crash", f"{name} raised {error!r}") from error
+        self.raise_noted()
+        return result
+
+    def raise_noted(self) -> None:
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            raise noted
+
+    def check(self) -> None:
+        """Every rule about the state as it is now."""
+
+    def wind_down(self) -> None:
+        """End everything that runs and see that nothing is left over; a step."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """The state as the ledger has it, one line an owner."""
+        return ""
+
+    def program(self) -> list[str]:
+        """The log as a program that runs as it stands."""
+        return [f"from refcache.oracle import {type(self).__name__}, resolve", *self.log]
+
+    def replay(self, steps: int) -> "Driver":
+        """A fresh driver after the first ``steps`` calls of this one's log."""
+        fresh = type(self)(
+            self.target, **{f.name: getattr(self.config, f.name) for f in fields(CacheConfig)}
+        )
+        for name, args, kwargs in self.call_log[:steps]:
+            getattr(fresh, name)(*args, **kwargs)
+        return fresh
+
+
+def step(
+    method: Callable[Concatenate[D, P], None],
+) -> Callable[Concatenate[D, P], None]:
+    """Make a driver's method a step: logged as code, then checked, its violation explained."""
+
+    def logged(self: D, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        shown = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+        line = f"d.{method.__name__}({', '.join(shown)})"
+        self.log.append(line)
+        self.call_log.append((method.__name__, args, kwargs))
+        try:
+            method(self, *args, **kwargs)
+            self.check()
+        except Violation as violation:
+            violation.call = line
+            violation.steps = tuple(self.log)
+            self.found = violation
+            raise
+
+    functools.update_wrapper(logged, method)
+    return logged

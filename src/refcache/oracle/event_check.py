@@ -1,0 +1,65 @@
+"""N1 and N2: the KV events, replayed.
+
+Events carry hashes, and what is hashed is the implementation's business. But each store names the
+page before it, so the prefix of every page follows from the events alone, and can be compared with
+what the ledger knows is cached.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from refcache.oracle.ledger import Ledger
+from refcache.oracle.violation import Violation
+
+
+class EventReplay:
+    """Applies events to an empty set. ``resident``: hash of each cached page, to its elements."""
+
+    def __init__(self) -> None:
+        self.resident: dict[int, tuple[Any, ...]] = {}
+        self.named: dict[int, tuple[Any, ...]] = {}
+
+    def apply(self, events: Iterable[Any]) -> None:
+        for event in events:
+            kind = type(event).__name__
+            if kind == "BlockStored":
+                self._store(event)
+            elif kind == "BlockRemoved":
+                for block in event.block_hashes:
+                    if block not in self.resident:
+                        raise Violation("N2", f"removed page {block}, which is not stored")
+                    del self.resident[block]
+            elif kind == "AllBlocksCleared":
+                self.resident.clear()
+
+    def _store(self, event: Any) -> None:
+        above: tuple[Any, ...] = ()
+        if event.parent_block_hash is not None:
+            if event.parent_block_hash not in self.resident:
+                raise Violation(
+                    "N2",
+                    f"stored {list(event.token_ids)} after page {event.parent_block_hash}, which "
+                    "is not stored",
+                )
+            above = self.resident[event.parent_block_hash]
+        size = event.block_size
+        for i, block in enumerate(event.block_hashes):
+            above = above + tuple(event.token_ids[i * size : (i + 1) * size])
+            if block in self.resident:
+                raise Violation("N2", f"stored page {block} of {list(above)} twice")
+            if self.named.setdefault(block, above) != above:
+                raise Violation(
+                    "N1", f"page {block} is {list(above)}, and was {list(self.named[block])}"
+                )
+            self.resident[block] = above
+
+    def check(self, ledger: Ledger) -> None:
+        """Compare with what is cached; namespaces are inside the hashes, so they are counted."""
+        seen = Counter(self.resident.values())
+        expected = Counter(elements for _, elements in ledger.cached)
+        if seen != expected:
+            extra, missing = list((seen - expected).keys()), list((expected - seen).keys())
+            raise Violation(
+                "N2", f"the events leave {extra} too many and {missing} too few pages stored"
+            )

@@ -1,0 +1,131 @@
+"""What is on trial: a :class:`Target` makes the components that the suites drive.
+
+A target is named in one line, ``pkg.module:factory``; calling the factory gives a Target. It
+declares *capabilities*, and a suite that needs more than it has is skipped and listed:
+
+* ``allocator``: :meth:`Target.allocator` works;
+* ``tree``: :meth:`Target.tree` works;
+* ``inspect``: :meth:`Target.inspect` shows the nodes of a tree, for deeper checks;
+* ``events``: the tree emits KV events (``take_events``);
+* ``minimal_evict``: ``evict`` stops as soon as enough is free;
+* ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
+
+Only public methods with SGLang's names and arguments are called; private fields are never needed.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from refcache.errors import InvalidArgument
+from refcache.keys import RadixKey
+from refcache.oracle.view import TreeView
+from refcache.types import EvictParams, InsertParams, MatchPrefixParams
+
+CAPABILITIES = frozenset(
+    {"allocator", "tree", "inspect", "events", "minimal_evict", "refuses_misuse"}
+)
+BUILT_IN = {
+    "refcache": "refcache.oracle.targets:RefcacheTarget",
+    "naive": "refcache.oracle.naive:NaiveTarget",
+}
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How a cache under test is built. Sizes are in tokens; ``size`` is a multiple of the page."""
+
+    page_size: int = 1
+    size: int = 16
+    need_sort: bool = False
+    eviction_policy: str = "lru"
+    is_eagle: bool = False
+    enable_kv_cache_events: bool = False
+    max_requests: int = 4
+    context_length: int = 64
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.size < self.page_size or self.size % self.page_size:
+            raise InvalidArgument(
+                f"size={self.size}, page_size={self.page_size}: expected whole pages, at least one"
+            )
+
+    @property
+    def pages(self) -> int:
+        return self.size // self.page_size
+
+
+class Target:
+    """Base of every target: override what the capabilities promise.
+
+    The parameter classes are what the tree's methods are called with; a target whose package has
+    its own (SGLang has) names them here.
+    """
+
+    name = "target"
+    capabilities: frozenset[str] = frozenset()
+    errors: type[Exception] | tuple[type[Exception], ...] = Exception
+    """What a refusal of misuse may raise."""
+
+    RadixKey: Any = RadixKey
+    MatchPrefixParams: Any = MatchPrefixParams
+    InsertParams: Any = InsertParams
+    EvictParams: Any = EvictParams
+
+    def allocator(self, config: CacheConfig) -> Any:
+        """A fresh allocator of ``config.size`` tokens, all free."""
+        raise NotImplementedError
+
+    def req_to_token_pool(self, config: CacheConfig) -> Any:
+        """Request rows; by default refcache's own pool."""
+        from refcache.pool import ReqToTokenPool
+
+        return ReqToTokenPool(config.max_requests, config.context_length, "cpu", False)
+
+    def tree(self, config: CacheConfig, allocator: Any, req_to_token_pool: Any) -> Any:
+        """A fresh, empty tree cache over ``allocator`` (a wrapper of one made here) and rows."""
+        raise NotImplementedError
+
+    def inspect(self, tree: Any) -> TreeView:
+        """The nodes of ``tree`` (capability ``inspect``)."""
+        raise NotImplementedError
+
+    def lacks(self, needs: frozenset[str]) -> list[str]:
+        """The capabilities among ``needs`` that this target does not declare."""
+        return sorted(needs - self.capabilities)
+
+
+def resolve(spec: str) -> Target:
+    """The target named ``spec``: ``"refcache"``, ``"naive"``, or ``"pkg.module:factory"``.
+
+    Raises:
+        InvalidArgument: it does not import, the name is missing, or calling it gives no Target.
+    """
+    module_name, colon, attribute = BUILT_IN.get(spec, spec).partition(":")
+    if not (module_name and colon and attribute):
+        raise InvalidArgument(
+            f"target {spec!r}: expected pkg.module:factory or one of {', '.join(BUILT_IN)}"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InvalidArgument(f"target {spec!r} does not import: {error!r}") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise InvalidArgument(f"target {spec!r}: {module_name} has no factory {attribute!r}")
+    try:
+        target = factory()
+    except Exception as error:
+        raise InvalidArgument(f"target {spec!r}: calling the factory: {error!r}") from error
+    if not isinstance(target, Target):
+        raise InvalidArgument(
+            f"target {spec!r}: the factory gave {type(target).__name__}, expected a "
+            "refcache.oracle.Target"
+        )
+    unknown = target.capabilities - CAPABILITIES
+    if unknown:
+        raise InvalidArgument(
+            f"target {spec!r}: unknown capabilities {sorted(unknown)}, expected some of "
+            f"{sorted(CAPABILITIES)}"
+        )
+    return target

@@ -1,0 +1,115 @@
+"""The inspection protocol: what a tree cache shows of itself, in plain data.
+
+A :class:`TreeView` is a snapshot. Invariants are functions of it, not of anybody's node class, so
+an engine unlocks the deeper checks with one function that fills it in. :func:`inspect_radix` does
+so for every tree that has SGLang's field names (refcache's and SGLang's own).
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node below the root.
+
+    Attributes:
+        handle: what callers hold to lock the node.
+        parent: index in ``TreeView.nodes`` of the node that lists it; -1 for the root.
+        parent_agrees: its own parent pointer names that node.
+        filed_under, child_key: the key its parent files it under, and the one it should.
+        key: its elements (tokens, or pairs), as a sized iterable.
+        extra_key: its namespace.
+        device, host: int64 slots ``[len(key)]`` on each tier, None where it is not.
+        lock_ref: how many holders it counts.
+        hashes: of each page, when they are known.
+    """
+
+    handle: Any
+    parent: int
+    parent_agrees: bool
+    filed_under: Hashable
+    child_key: Hashable
+    key: Any
+    extra_key: str | None
+    device: torch.Tensor | None
+    host: torch.Tensor | None = None
+    lock_ref: int = 0
+    hashes: Sequence[Any] | None = None
+
+    def first_page(self, page_size: int) -> tuple[Any, ...]:
+        return tuple(islice(iter(self.key), page_size))
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """A tree: nodes in an order where a parent comes before its children.
+
+    ``evictable_leaves`` are indices of ``nodes``; None when the tree keeps no such set. ``root`` is
+    the handle of the root, and ``root_key_len`` must be 0.
+    """
+
+    nodes: tuple[NodeView, ...]
+    root: Any
+    evictable_size: int
+    protected_size: int
+    evictable_leaves: frozenset[int] | None = None
+    strangers: tuple[str, ...] = field(default=())
+    """Members of ``evictable_leaves`` that are no node of the tree, described."""
+    root_key_len: int = 0
+
+    def paths(self) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Each node's index with the elements from the root to its end."""
+        prefixes: list[tuple[Any, ...]] = []
+        for index, node in enumerate(self.nodes):
+            above = prefixes[node.parent] if node.parent >= 0 else ()
+            prefixes.append(above + tuple(node.key))
+            yield index, prefixes[-1]
+
+
+def inspect_radix(tree: Any, child_key: Callable[[Any], Hashable]) -> TreeView:
+    """View of a tree with SGLang's field names; ``child_key`` maps a key to its place in a parent.
+
+    Reads ``root_node``, ``evictable_leaves`` and the sizes; of nodes ``children``, ``parent``,
+    ``key``, ``value``, ``host_value``, ``lock_ref``, ``hash_value``.
+    """
+    root = tree.root_node
+    nodes: list[NodeView] = []
+    place: dict[Any, int] = {}
+    stack = [(filed, child, -1, root) for filed, child in root.children.items()]
+    while stack:
+        filed, node, parent, lister = stack.pop()
+        place[node] = len(nodes)
+        nodes.append(
+            NodeView(
+                handle=node,
+                parent=parent,
+                parent_agrees=node.parent is lister,
+                filed_under=filed,
+                child_key=child_key(node.key) if len(node.key) else None,
+                key=node.key,
+                extra_key=node.key.extra_key,
+                device=node.value,
+                host=getattr(node, "host_value", None),
+                lock_ref=node.lock_ref,
+                hashes=node.hash_value,
+            )
+        )
+        here = len(nodes) - 1
+        stack.extend((key, child, here, node) for key, child in node.children.items())
+    leaves = getattr(tree, "evictable_leaves", None)
+    known = None if leaves is None else frozenset(place[n] for n in leaves if n in place)
+    strangers = () if leaves is None else tuple(repr(n) for n in leaves if n not in place)
+    return TreeView(
+        nodes=tuple(nodes),
+        root=root,
+        evictable_size=tree.evictable_size(),
+        protected_size=tree.protected_size(),
+        evictable_leaves=known,
+        strangers=strangers,
+        root_key_len=len(root.key) if root.key is not None else 0,
+    )

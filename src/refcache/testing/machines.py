@@ -1,0 +1,203 @@
+"""Hypothesis state machines: thin rules over the oracle's drivers.
+
+A rule draws arguments and makes one call on a driver; the driver checks. Each machine class is made
+for one target by :func:`machine_for`.
+"""
+
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from refcache.oracle import AllocatorDriver, Driver, Target, TreeDriver
+from refcache.testing.strategies import (
+    allocator_configs,
+    chunks,
+    index,
+    indices,
+    namespaces,
+    priorities,
+    prompts,
+    token,
+    tree_configs,
+)
+
+
+class Tally:
+    """Counts what a run of a machine did, and keeps the driver that failed last."""
+
+    def __init__(self) -> None:
+        self.cases = 0
+        self.steps = 0
+        self.failed: Driver | None = None
+
+
+class DriverMachine(RuleBasedStateMachine):
+    """Base: owns a driver, winds it down at the end of a case, tells the tally."""
+
+    target: ClassVar[Target]
+    tally: ClassVar[Tally]
+    driver: Driver | None = None
+
+    def start_driver(self, driver: Driver) -> None:
+        self.driver = driver
+        self.tally.cases += 1
+
+    def teardown(self) -> None:
+        driver = self.driver
+        if driver is None:
+            return
+        try:
+            if driver.found is None:
+                driver.wind_down()
+        finally:
+            self.tally.steps += driver.calls
+            if driver.found is not None:
+                self.tally.failed = driver
+
+
+class AllocatorMachine(DriverMachine):
+    """Suite ``allocator.state``."""
+
+    d: AllocatorDriver
+
+    @initialize(config=allocator_configs())
+    def start(self, config: dict[str, Any]) -> None:
+        self.d = AllocatorDriver(self.target, **config)
+        self.start_driver(self.d)
+
+    @rule(pages=st.integers(0, 3))
+    def alloc(self, pages: int) -> None:
+        self.d.alloc(pages)
+
+    @rule(growth=st.lists(st.tuples(index, st.integers(0, 11)), min_size=1, max_size=3).map(tuple))
+    def extend(self, growth: Any) -> None:
+        self.d.extend(growth)
+
+    @precondition(lambda self: self.d.sequences)
+    @rule(indices=indices)
+    def decode(self, indices: Any) -> None:
+        self.d.decode(indices)
+
+    @precondition(lambda self: self.d.sequences)
+    @rule(index=index, keep=st.integers(0, 9), sparse=st.booleans())
+    def release(self, index: int, keep: int, sparse: bool) -> None:
+        self.d.release(index, keep, sparse)
+
+    @precondition(lambda self: self.d.queued is None)
+    @rule()
+    def begin_group(self) -> None:
+        self.d.begin_group()
+
+    @precondition(lambda self: self.d.queued is not None)
+    @rule()
+    def end_group(self) -> None:
+        self.d.end_group()
+
+    @rule(pages=st.integers(0, 3))
+    def draft(self, pages: int) -> None:
+        self.d.draft(pages)
+
+    @rule()
+    def sort(self) -> None:
+        self.d.sort()
+
+    @rule()
+    def drain(self) -> None:
+        self.d.drain()
+
+    @rule()
+    def clear(self) -> None:
+        self.d.clear()
+
+
+class TreeMachine(DriverMachine):
+    """Suite ``tree.state``."""
+
+    d: TreeDriver
+
+    @initialize(config=tree_configs())
+    def start(self, config: dict[str, Any]) -> None:
+        self.d = TreeDriver(self.target, **config)
+        self.start_driver(self.d)
+
+    @rule(tokens=prompts, extra_key=namespaces, chunk=chunks, priority=priorities)
+    def admit(self, tokens: Any, extra_key: Any, chunk: Any, priority: int) -> None:
+        self.d.admit(tokens, extra_key, chunk, priority)
+
+    @precondition(lambda self: any(not r.prefilled for r in self.d.requests))
+    @rule(index=index, chunk=chunks)
+    def proceed(self, index: int, chunk: Any) -> None:
+        self.d.proceed(index, chunk)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index)
+    def cache(self, index: int) -> None:
+        self.d.cache(index)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index, token=token)
+    def decode(self, index: int, token: int) -> None:
+        self.d.decode(index, token)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index, count=st.integers(1, 5))
+    def reserve(self, index: int, count: int) -> None:
+        self.d.reserve(index, count)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index)
+    def finish(self, index: int) -> None:
+        self.d.finish(index)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index)
+    def abort(self, index: int) -> None:
+        self.d.abort(index)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index, chunk=chunks)
+    def retract(self, index: int, chunk: Any) -> None:
+        self.d.retract(index, chunk)
+
+    @precondition(lambda self: len(self.d.requests) > 1)
+    @rule(indices=indices)
+    def finish_together(self, indices: Any) -> None:
+        self.d.finish_together(indices)
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def match(self, tokens: Any, extra_key: Any) -> None:
+        self.d.match(tokens, extra_key)
+
+    @rule(tokens=prompts, extra_key=namespaces, chunked=st.booleans(), priority=priorities)
+    def insert(self, tokens: Any, extra_key: Any, chunked: bool, priority: int) -> None:
+        self.d.insert(tokens, extra_key, chunked, priority)
+
+    @rule(num_tokens=st.integers(1, 9))
+    def evict(self, num_tokens: int) -> None:
+        self.d.evict(num_tokens)
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def hold(self, tokens: Any, extra_key: Any) -> None:
+        self.d.hold(tokens, extra_key)
+
+    @precondition(lambda self: self.d.holds)
+    @rule(index=index)
+    def unhold(self, index: int) -> None:
+        self.d.unhold(index)
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def lock_and_unlock(self, tokens: Any, extra_key: Any) -> None:
+        self.d.lock_and_unlock(tokens, extra_key)
+
+    @precondition(lambda self: not self.d.requests and not self.d.holds)
+    @rule()
+    def reset(self) -> None:
+        self.d.reset()
+
+
+def machine_for(
+    machine: type[DriverMachine], target: Target, tally: Tally | None = None
+) -> type[DriverMachine]:
+    """The machine class on one target; its runs are counted in ``tally``."""
+    return type(machine.__name__, (machine,), {"target": target, "tally": tally or Tally()})

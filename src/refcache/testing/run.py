@@ -1,0 +1,147 @@
+"""Runs suites on a target, and planted bugs against the suites: what ``refcache check`` calls.
+
+Runs are exact repetitions: same target, seed and size, same cases. A verdict is *ok*, *violation*
+(a rule is broken, or a legal call raised), *skipped* (the target lacks a capability), or *unknown*
+(the harness itself failed).
+"""
+
+import traceback
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from refcache.errors import InvalidArgument, UnknownName
+from refcache.oracle import Driver, Target, Violation
+from refcache.testing.machines import Tally, machine_for
+from refcache.testing.registry import SUITES, Suite
+
+MAX_EXAMPLES = 100
+STEPS = 30
+"""Steps a case, at most."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A broken rule with the minimal program that shows it.
+
+    Attributes:
+        rule, sentence, evidence: which rule, what it says, what was seen instead.
+        steps: the program, one line a step; it runs as it stands.
+        text: all of it for people, with the state before and after the last step.
+    """
+
+    rule: str
+    sentence: str
+    evidence: str
+    steps: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """One row of the verdict. ``failure`` is set for a violation; ``reason`` otherwise."""
+
+    suite: str
+    cases: int
+    steps: int
+    verdict: str
+    failure: Failure | None = None
+    reason: str = ""
+
+
+def list_suites(select: str | None = None) -> list[str]:
+    """Names of all suites, or of those of a part (``tree``), a kind (``state``) or one by name.
+
+    Raises:
+        UnknownName: nothing is called so.
+    """
+    if select is None:
+        return list(SUITES)
+    names = [name for name in SUITES if name == select or select in name.split(".")]
+    if not names:
+        parts = {part for name in SUITES for part in name.split(".")}
+        raise UnknownName("suite", select, {*SUITES, *parts})
+    return names
+
+
+def run_suite(
+    name: str,
+    target: Target,
+    *,
+    max_examples: int = MAX_EXAMPLES,
+    seed: int = 0,
+    shrink: bool = True,
+) -> SuiteResult:
+    """Run one suite on a target.
+
+    Args:
+        max_examples: cases to draw; each has up to ``STEPS`` steps.
+        seed: chooses the cases.
+        shrink: look for the smallest failing program. It takes seconds.
+
+    Raises:
+        UnknownName: no suite of that name.
+        InvalidArgument: ``max_examples`` below 1.
+    """
+    if name not in SUITES:
+        raise UnknownName("suite", name, SUITES)
+    if max_examples < 1:
+        raise InvalidArgument(f"max_examples={max_examples}: expected at least 1")
+    suite = SUITES[name]
+    lacking = target.lacks(suite.needs)
+    if lacking:
+        return SuiteResult(name, 0, 0, "skipped", reason=f"the target lacks {', '.join(lacking)}")
+    tally = Tally()
+    try:
+        _run(suite, target, tally, max_examples, seed, shrink)
+    except Violation as violation:
+        driver = tally.failed
+        if driver is None or driver.found is None:
+            driver = None
+        failure = explain(driver.found if driver and driver.found else violation, driver)
+        return SuiteResult(name, tally.cases, tally.steps, "violation", failure)
+    except Exception:
+        reason = traceback.format_exc()
+        return SuiteResult(name, tally.cases, tally.steps, "unknown", reason=reason)
+    return SuiteResult(name, tally.cases, tally.steps, "ok")
+
+
+def _run(
+    suite: Suite, target: Target, tally: Tally, max_examples: int, number: int, shrink: bool
+) -> None:
+    machine = seed(number)(machine_for(suite.machine, target, tally))
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=STEPS,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            report_multiple_bugs=False,
+            print_blob=False,
+            verbosity=Verbosity.quiet,
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def explain(violation: Violation, driver: Driver | None) -> Failure:
+    """The failure for people: what was seen, the program, the state before and after."""
+    parts = [str(violation)]
+    if driver is not None:
+        program = "\n".join(f"    {line}" for line in driver.program())
+        before = driver.replay(driver.calls - 1).describe()
+        parts += [f"steps:\n{program}"]
+        parts += [f"before the last step:\n{_indent(before)}"]
+        parts += [f"after it:\n{_indent(driver.describe())}"]
+    steps = driver.program() if driver is not None else violation.steps
+    return Failure(
+        violation.id, violation.sentence, violation.evidence, tuple(steps), "\n".join(parts)
+    )
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
