@@ -71,3 +71,7 @@ class HostRegisterError(RefcacheError, RuntimeError):
 
 class MissingExtra(RefcacheError, ImportError):
     """An optional dependency is needed for this call; the message names the extra to install."""
+
+
+class OutOfSlots(RefcacheError, RuntimeError):
+    """An allocation failed although free and evictable tokens together had covered it."""

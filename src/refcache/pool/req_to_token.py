@@ -102,7 +102,7 @@ class ReqToTokenPool:
 
         self.runtime.launch("req_to_token.write", run, writes=[Region(self, 0, 0, rows)])
 
-    def read(self, row: int, columns: slice) -> torch.Tensor:
-        """A copy, int64, of part of a row; the host waits for the current stream first."""
+    def read(self, rows: Rows, columns: Columns) -> torch.Tensor:
+        """A copy, int64, of these cells; the host waits for the current stream first."""
         self.runtime.host_sync()
-        return self.req_to_token[row, columns].to(torch.int64)
+        return self.req_to_token[rows, columns].to(torch.int64)

@@ -1,0 +1,153 @@
+"""Slots for a batch: make room in the tree, allocate, write the request rows; and the way back.
+
+Models ``sglang.srt.mem_cache.common``. The adder has checked that the memory is there (free plus
+evictable), so an allocation that still fails is a fault of the tree or the allocator, not a state
+of the loop: :class:`~refcache.errors.OutOfSlots`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from refcache.errors import OutOfSlots
+from refcache.types import EvictParams
+
+if TYPE_CHECKING:
+    from refcache.engine.req import Req
+    from refcache.engine.schedule_batch import ScheduleBatch
+
+
+def evict_from_tree_cache(tree_cache: Any, num_tokens: int) -> None:
+    """Have at least ``num_tokens`` free, as far as the tree can give.
+
+    As in SGLang 0.5.10, a shortage evicts ``num_tokens``, not only what is missing: the next steps
+    then need not evict again.
+    """
+    if tree_cache.token_to_kv_pool_allocator.available_size() < num_tokens:
+        tree_cache.evict(EvictParams(num_tokens=num_tokens))
+
+
+def _got(slots: torch.Tensor | None, what: str, tree_cache: Any) -> torch.Tensor:
+    if slots is None:
+        raise OutOfSlots(
+            f"{what}: {tree_cache.token_to_kv_pool_allocator.available_size()} tokens free and "
+            f"{tree_cache.evictable_size()} evictable after eviction; the budget had them"
+        )
+    return slots
+
+
+def alloc_token_slots(tree_cache: Any, num_tokens: int) -> torch.Tensor:
+    """``num_tokens`` slots at page size 1, int64."""
+    evict_from_tree_cache(tree_cache, num_tokens)
+    slots = tree_cache.token_to_kv_pool_allocator.alloc(num_tokens)
+    return _got(slots, f"alloc of {num_tokens} tokens", tree_cache)
+
+
+def alloc_paged_token_slots_extend(
+    tree_cache: Any,
+    prefix_lens: torch.Tensor,
+    prefix_lens_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+    extend_num_tokens: int,
+) -> torch.Tensor:
+    """Slots for an extend; room is made for one page more a request than its tokens fill."""
+    allocator = tree_cache.token_to_kv_pool_allocator
+    evict_from_tree_cache(tree_cache, extend_num_tokens + len(seq_lens_cpu) * allocator.page_size)
+    slots = allocator.alloc_extend(
+        prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens
+    )
+    return _got(slots, f"alloc_extend of {extend_num_tokens} tokens", tree_cache)
+
+
+def alloc_paged_token_slots_decode(
+    tree_cache: Any, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+) -> torch.Tensor:
+    """One slot a request; room is made for one page a request."""
+    allocator = tree_cache.token_to_kv_pool_allocator
+    evict_from_tree_cache(tree_cache, len(seq_lens_cpu) * allocator.page_size)
+    slots = allocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
+    return _got(slots, f"alloc_decode of {len(seq_lens_cpu)} tokens", tree_cache)
+
+
+def get_last_loc(
+    req_to_token_pool: Any, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
+) -> torch.Tensor:
+    """The slot of each request's token ``prefix_lens[i] - 1``, int64; -1 where there is none."""
+    last: torch.Tensor = req_to_token_pool.read(req_pool_indices, (prefix_lens - 1).clamp(min=0))
+    return torch.where(prefix_lens > 0, last, -1)
+
+
+def write_cache_indices(batch: "ScheduleBatch", out_cache_loc: torch.Tensor) -> None:
+    """Write each request's row: the slots of its prefix, then its part of ``out_cache_loc``."""
+    pool, start = batch.req_to_token_pool, 0
+    for req, prefix, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        if prefix:
+            pool.write((req.req_pool_idx, slice(0, prefix)), req.prefix_indices)
+        new = out_cache_loc[start : start + extend]
+        pool.write((req.req_pool_idx, slice(prefix, prefix + extend)), new)
+        start += extend
+
+
+def alloc_for_extend(batch: "ScheduleBatch") -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Rows and slots for a prefill batch, written to ``req_to_token``.
+
+    Returns:
+        The new slots int64 ``[extend_num_tokens]``, the rows int64 ``[batch]``, the rows as a list.
+
+    Raises:
+        OutOfSlots: see the module docstring.
+    """
+    rows = batch.req_to_token_pool.alloc(batch.reqs)
+    if rows is None:
+        raise OutOfSlots(
+            f"{len(batch.reqs)} request rows: {batch.req_to_token_pool.available_size()} are free"
+        )
+    if batch.tree_cache.page_size == 1:
+        out_cache_loc = alloc_token_slots(batch.tree_cache, batch.extend_num_tokens)
+    else:
+        none = torch.tensor([-1], device=batch.device)
+        last_loc = [r.prefix_indices[-1:] if len(r.prefix_indices) else none for r in batch.reqs]
+        prefix_lens_cpu = torch.tensor(batch.prefix_lens)
+        out_cache_loc = alloc_paged_token_slots_extend(
+            batch.tree_cache,
+            prefix_lens_cpu.to(batch.device),
+            prefix_lens_cpu,
+            batch.seq_lens,
+            batch.seq_lens_cpu,
+            torch.cat(last_loc),
+            batch.extend_num_tokens,
+        )
+    write_cache_indices(batch, out_cache_loc)
+    return out_cache_loc, torch.tensor(rows, device=batch.device), rows
+
+
+def alloc_for_decode(batch: "ScheduleBatch") -> torch.Tensor:
+    """One slot a request for its token ``seq_lens[i]``, written to ``req_to_token``; int64."""
+    if batch.tree_cache.page_size == 1:
+        out_cache_loc = alloc_token_slots(batch.tree_cache, len(batch.reqs))
+    else:
+        out_cache_loc = alloc_paged_token_slots_decode(
+            batch.tree_cache,
+            batch.seq_lens + 1,
+            batch.seq_lens_cpu + 1,
+            get_last_loc(batch.req_to_token_pool, batch.req_pool_indices, batch.seq_lens),
+        )
+    batch.req_to_token_pool.write((batch.req_pool_indices, batch.seq_lens), out_cache_loc)
+    return out_cache_loc
+
+
+def release_kv_cache(req: "Req", tree_cache: Any, is_insert: bool = True) -> None:
+    """Give up everything a request holds: KV to the tree (or free), lock, row.
+
+    With ``is_insert`` false its private pages are freed, not cached.
+    """
+    tree_cache.cache_finished_req(req, is_insert=is_insert)
+    page_size = tree_cache.page_size
+    start, end = req.pop_overallocated_kv_cache()
+    start = -(-start // page_size) * page_size
+    if start < end:
+        row = tree_cache.req_to_token_pool.read(req.req_pool_idx, slice(start, end))
+        tree_cache.token_to_kv_pool_allocator.free(row)
+    tree_cache.req_to_token_pool.free(req)

@@ -1,0 +1,115 @@
+"""``TagModel``: the stand-in for a transformer.
+
+Embedding a token gives its tag (:mod:`refcache.engine.content`); each layer projects tags to K and
+V rows, writes them, and attends; the next token is a function of what the last layer read. So
+greedy decoding is deterministic, and a wrong KV row changes the output as it would in a real model.
+
+What is real: which rows are written and read, when, and through which calls. What is not: the
+arithmetic.
+"""
+
+import torch
+
+from refcache.engine.attention import AttentionBackend, RadixAttention, words_of
+from refcache.engine.content import TagLedger
+from refcache.engine.model_config import ModelConfig
+from refcache.engine.schedule_batch import ModelWorkerBatch
+from refcache.errors import InvalidArgument
+from refcache.pool import KVCache
+from refcache.runtime import Region, Runtime
+
+
+class TagModel:
+    """See the module docstring.
+
+    Args:
+        pool: the device pool; None keeps no KV, and nothing is written, read or checked.
+
+    Raises:
+        InvalidArgument: a KV row that is not a whole number of 8 bytes.
+    """
+
+    def __init__(
+        self, config: ModelConfig, ledger: TagLedger, pool: KVCache | None, runtime: Runtime
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.pool = pool
+        self.runtime = runtime
+        self.layers: list[RadixAttention] = []
+        if pool is None:
+            return
+        widths = []
+        for plane in pool.planes:
+            row_bytes = plane.head_num * plane.head_dim * plane.buffer.element_size()
+            if row_bytes % 8:
+                raise InvalidArgument(
+                    f"{plane.name} rows of {row_bytes} bytes: expected a multiple of 8"
+                )
+            widths.append(row_bytes // 8)
+        self.layers = [
+            RadixAttention(layer, widths) for layer in range(pool.start_layer, pool.end_layer + 1)
+        ]
+
+    def forward(self, batch: ModelWorkerBatch, backend: AttentionBackend) -> torch.Tensor:
+        """Run every layer and pick the next tokens, int64 ``[batch]``."""
+        hidden, out = self._embed(batch)
+        for layer in self.layers:
+            k, v = self._project(layer, hidden)
+            out = layer.forward(k, v, batch, backend)
+        return self._sample(out)
+
+    def _embed(self, batch: ModelWorkerBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tags of the batch's tokens, and of the last one of each request."""
+        hidden = torch.empty_like(batch.input_ids)
+        last = torch.empty_like(batch.seq_lens)
+        extend = self._extend if batch.forward_mode.is_extend() else self._decode
+        self.runtime.launch(
+            "embed",
+            lambda: extend(batch, hidden, last),
+            reads=[Region(batch.input_ids, 0, 0, range(len(hidden)))],
+        )
+        return hidden, last
+
+    def _extend(self, batch: ModelWorkerBatch, hidden: torch.Tensor, last: torch.Tensor) -> None:
+        end = 0
+        for i, row in enumerate(batch.rows):
+            prefix_ids, length = batch.cached_prefix_ids[i], batch.extend_seq_lens[i]
+            if prefix_ids is not None:
+                self.ledger.open(row, prefix_ids, batch.extra_keys[i])
+            end += length
+            input_ids = batch.input_ids[end - length : end]
+            tags = self.ledger.extend(row, batch.extend_prefix_lens[i], input_ids)
+            hidden[end - length : end] = tags
+            last[i] = tags[-1]
+
+    def _decode(self, batch: ModelWorkerBatch, hidden: torch.Tensor, last: torch.Tensor) -> None:
+        tags = self.ledger.decode(batch.req_pool_indices, batch.seq_lens - 1, batch.input_ids)
+        hidden.copy_(tags)
+        last.copy_(tags)
+
+    def _project(
+        self, layer: RadixAttention, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V rows of these tags; MLA has one row, and V is part of it."""
+        assert self.pool is not None
+        rows = [
+            torch.empty((len(hidden), p.head_num, p.head_dim), dtype=self.pool.dtype)
+            for p in self.pool.planes
+        ]
+
+        def run() -> None:
+            for row, code in zip(rows, layer.codes, strict=True):
+                torch.add(hidden[:, None], code, out=words_of(row))
+
+        self.runtime.launch("qkv", run)
+        return rows[0], rows[-1]
+
+    def _sample(self, out: torch.Tensor) -> torch.Tensor:
+        next_token_ids = torch.empty_like(out)
+        self.runtime.launch(
+            "sample",
+            lambda: torch.remainder(out, self.config.vocab_size, out=next_token_ids),
+            writes=[Region(next_token_ids, 0, 0, range(len(out)))],
+        )
+        return next_token_ids

@@ -1,0 +1,174 @@
+"""``Req``: one request on its way through the scheduler, and why it ended.
+
+The tokens of a request, and who owns the device slots of its row ``req_pool_idx``::
+
+    origin_input_ids + output_ids
+    |---------------------------- fill_ids --------------------------|
+    |---- prefix_indices (no computing) ----|--- extend_input_len ---|
+    |-- cache_protected_len: the tree's --|---- this request's own --|
+    |------------------ kv_committed_len: KV exists or is in flight -|
+
+``prefix_indices`` and the protected part differ when a chunk ended inside a page: that page's head
+is computed, but only whole pages go to the tree.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from refcache.engine.io_struct import SamplingParams
+from refcache.errors import DoubleFree
+from refcache.keys import TOKEN, RadixKey
+from refcache.types import MatchPrefixParams
+
+EMPTY = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class BaseFinishReason:
+    """Why a request ended."""
+
+
+@dataclass(frozen=True)
+class FINISH_LENGTH(BaseFinishReason):  # noqa: N801
+    """It has as many outputs as it may have."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class FINISH_MATCHED_TOKEN(BaseFinishReason):  # noqa: N801
+    """An output was one of its stop tokens."""
+
+    matched: int
+
+
+@dataclass(frozen=True)
+class FINISH_ABORT(BaseFinishReason):  # noqa: N801
+    """It was aborted or refused."""
+
+    message: str = "aborted"
+
+
+class Req:
+    """See the module docstring. Implements :class:`refcache.types.CacheReq`.
+
+    Attributes:
+        cached_tokens: prompt tokens that the cache had at the first admission (None before).
+        is_chunked: chunks launched, but not the last one, whose result is not processed yet.
+        retraction_count: how often it lost its memory and went back to the queue.
+        to_finish: set from outside (an abort); becomes ``finished_reason`` at the next result.
+    """
+
+    def __init__(
+        self,
+        rid: str,
+        origin_input_ids: "array[int]",
+        sampling_params: SamplingParams,
+        extra_key: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        self.rid = rid
+        self.origin_input_ids = origin_input_ids
+        self.sampling_params = sampling_params
+        self.max_new_tokens = sampling_params.max_new_tokens
+        self.stop_token_ids = (
+            frozenset() if sampling_params.ignore_eos else sampling_params.stop_token_ids
+        )
+        self.extra_key = extra_key
+        self.priority = priority
+        self.output_ids: array[int] = array(TOKEN)
+        self.cached_tokens: int | None = None
+        self.retraction_count = -1
+        self.finished_reason: BaseFinishReason | None = None
+        self.to_finish: BaseFinishReason | None = None
+        self.req_pool_idx: int | None = None
+        self.reset_for_retract()
+        self.is_retracted = False
+
+    def reset_for_retract(self) -> None:
+        """Forget everything about the KV, which the caller has released."""
+        self.retraction_count += 1
+        self.is_retracted = True
+        self.is_chunked = 0
+        self.fill_ids: array[int] = array(TOKEN)
+        self.prefix_indices = EMPTY
+        self.extend_input_len = 0
+        self.last_node: Any = None
+        self.last_host_node: Any = None
+        self.host_hit_length = 0
+        self.cache_protected_len = 0
+        self.cache_counted_len = 0
+        self.kv_committed_len = 0
+        self.kv_allocated_len = 0
+        self.kv_committed_freed = False
+        self.kv_overallocated_freed = False
+
+    @property
+    def seqlen(self) -> int:
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    def set_extend_input_len(self, extend_input_len: int) -> None:
+        """How many tokens the next forward computes."""
+        self.extend_input_len = extend_input_len
+
+    def init_next_round_input(self, tree_cache: Any = None) -> None:
+        """Set up the next prefill: all tokens so far; with ``tree_cache``, look the prefix up.
+
+        All but the last token are looked up: at least one must be computed, or there is no output.
+        """
+        self.fill_ids = self.origin_input_ids + self.output_ids
+        if tree_cache is not None:
+            key = RadixKey(self.fill_ids[: max(len(self.fill_ids) - 1, 0)], self.extra_key)
+            match = tree_cache.match_prefix(MatchPrefixParams(key=key, req=self))
+            self.prefix_indices = match.device_indices
+            self.last_node = match.last_device_node
+            self.last_host_node = match.last_host_node
+            self.host_hit_length = match.host_hit_length
+            self.cache_protected_len = len(match.device_indices)
+        self.set_extend_input_len(len(self.fill_ids) - len(self.prefix_indices))
+
+    def pop_committed_kv_cache(self) -> int:
+        """How many tokens have KV; asked once, by whoever takes or frees it.
+
+        Raises:
+            DoubleFree: asked again.
+        """
+        if self.kv_committed_freed:
+            raise DoubleFree(
+                f"KV of request {self.rid}: {self.kv_committed_len} tokens freed twice"
+            )
+        self.kv_committed_freed = True
+        return self.kv_committed_len
+
+    def pop_overallocated_kv_cache(self) -> tuple[int, int]:
+        """The columns of the row that have a slot but no KV, as ``(start, end)``; asked once.
+
+        Raises:
+            DoubleFree: asked again.
+        """
+        if self.kv_overallocated_freed:
+            raise DoubleFree(f"over-allocated KV of request {self.rid} freed twice")
+        self.kv_overallocated_freed = True
+        return self.kv_committed_len, self.kv_allocated_len
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    def check_finished(self) -> bool:
+        """Decide after a new output whether it was the last."""
+        if self.to_finish is not None:
+            self.finished_reason, self.to_finish = self.to_finish, None
+        elif len(self.output_ids) >= self.max_new_tokens:
+            self.finished_reason = FINISH_LENGTH(self.max_new_tokens)
+        elif self.output_ids[-1] in self.stop_token_ids:
+            self.finished_reason = FINISH_MATCHED_TOKEN(self.output_ids[-1])
+        return self.finished_reason is not None
+
+    def __repr__(self) -> str:
+        return (
+            f"Req({self.rid}, prompt {len(self.origin_input_ids)}, outputs {len(self.output_ids)}, "
+            f"row {self.req_pool_idx}, {self.finished_reason})"
+        )

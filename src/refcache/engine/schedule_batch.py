@@ -1,0 +1,284 @@
+"""``ScheduleBatch``: the requests that run together, as the scheduler sees them.
+
+A batch is made for a prefill (``init_new``, ``prepare_for_extend``), then becomes or joins the
+running batch, which decodes one token a request a step (``prepare_for_decode``). The forward gets a
+``ModelWorkerBatch``: the same tensors, of this step. Nothing is changed in place, because the
+forward of the last step may still be reading.
+
+Shapes: ``input_ids``, ``out_cache_loc`` int64 ``[tokens]``; ``seq_lens``, ``req_pool_indices``
+int64 ``[batch]``, lengths including the tokens of this step. Models SGLang's class of that name;
+left out: log probabilities, grammars, speculation, several modalities, mixed chunks.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from refcache.engine.alloc import (
+    alloc_for_decode,
+    alloc_for_extend,
+    evict_from_tree_cache,
+    release_kv_cache,
+)
+from refcache.engine.req import Req
+from refcache.runtime import Runtime
+from refcache.tags import as_tensor
+
+RETRACT_DECODE_STEPS = 20  # steps of room that a retraction tries to make for those that stay
+
+
+class ForwardMode(Enum):
+    """Several tokens a request, or one."""
+
+    EXTEND = auto()
+    DECODE = auto()
+
+    def is_extend(self) -> bool:
+        return self is ForwardMode.EXTEND
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+
+@dataclass
+class ModelWorkerBatch:
+    """What one forward needs. ``rows`` and ``rids`` are ``req_pool_indices`` and names on the host.
+
+    ``cached_prefix_ids``: for each request of an extend, the tokens whose KV the cache gave it at
+    admission; None in a later chunk.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    out_cache_loc: torch.Tensor
+    extend_prefix_lens: list[int]
+    extend_seq_lens: list[int]
+    cached_prefix_ids: "list[array[int] | None]"
+    extra_keys: list[str | None]
+    rows: list[int]
+    rids: list[str]
+    hicache_consumer_index: int = -1
+
+
+class ScheduleBatch:
+    """See the module docstring. ``batch_is_full``: no request is added before one leaves."""
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    out_cache_loc: torch.Tensor
+
+    def __init__(
+        self,
+        reqs: list[Req],
+        req_to_token_pool: Any,
+        token_to_kv_pool_allocator: Any,
+        tree_cache: Any,
+        runtime: Runtime,
+        chunked_req: Req | None = None,
+    ) -> None:
+        self.reqs = reqs
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        self.tree_cache = tree_cache
+        self.runtime = runtime
+        self.chunked_req = chunked_req
+        self.device = req_to_token_pool.device
+        self.batch_is_full = False
+        self.output_ids: torch.Tensor | None = None
+        self.prefix_lens: list[int] = []
+        self.extend_lens: list[int] = []
+        self.cached_prefix_ids: list[array[int] | None] = []
+        self.extend_num_tokens = 0
+        self.hicache_consumer_index = -1
+
+    @classmethod
+    def init_new(
+        cls,
+        reqs: list[Req],
+        req_to_token_pool: Any,
+        token_to_kv_pool_allocator: Any,
+        tree_cache: Any,
+        runtime: Runtime,
+        chunked_req: Req | None = None,
+    ) -> "ScheduleBatch":
+        """A batch of these requests; ``chunked_req`` is the one whose prompt does not end in it."""
+        return cls(
+            reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, runtime, chunked_req
+        )
+
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    def copy(self) -> "ScheduleBatch":
+        """What the processing of this step's result needs: the requests as they are now."""
+        same = ScheduleBatch(
+            self.reqs[:],
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.tree_cache,
+            self.runtime,
+            self.chunked_req,
+        )
+        same.forward_mode = self.forward_mode
+        return same
+
+    # ---- prepare -------------------------------------------------------------------------------
+
+    def prepare_for_extend(self) -> None:
+        """Allocate rows and slots for ``extend_input_len`` tokens of each request.
+
+        Raises:
+            OutOfSlots: the adder's budget was wrong; the batch is unusable.
+        """
+        self.forward_mode = ForwardMode.EXTEND
+        self.prefix_lens = [len(r.prefix_indices) for r in self.reqs]
+        self.extend_lens = [r.extend_input_len for r in self.reqs]
+        self.extend_num_tokens = sum(self.extend_lens)
+        self.seq_lens_cpu = torch.tensor([len(r.fill_ids) for r in self.reqs])
+        self.seq_lens = self.seq_lens_cpu.to(self.device)
+        self.out_cache_loc, self.req_pool_indices, _ = alloc_for_extend(self)
+        self.cached_prefix_ids = [
+            None if r.kv_committed_len else r.fill_ids[:n]
+            for r, n in zip(self.reqs, self.prefix_lens, strict=True)
+        ]
+        new = [r.fill_ids[n:] for r, n in zip(self.reqs, self.prefix_lens, strict=True)]
+        host_ids = torch.cat([as_tensor(ids) for ids in new])
+        self.input_ids = torch.empty_like(host_ids, device=self.device)
+        self.runtime.h2d(self.input_ids, host_ids)
+        for req in self.reqs:
+            req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
+            req.is_retracted = False
+
+    def prepare_for_decode(self) -> None:
+        """Allocate one slot a request for its last output, which becomes the input.
+
+        Raises:
+            OutOfSlots: ``check_decode_mem`` was not asked, or the tree misreports.
+        """
+        assert self.output_ids is not None
+        self.forward_mode = ForwardMode.DECODE
+        self.hicache_consumer_index = -1
+        self.input_ids, self.output_ids = self.output_ids, None
+        self.out_cache_loc = alloc_for_decode(self)
+        for req in self.reqs:
+            req.kv_committed_len += 1
+            req.kv_allocated_len += 1
+        self.seq_lens = self.seq_lens + 1
+        self.seq_lens_cpu = self.seq_lens_cpu + 1
+
+    def get_model_worker_batch(self) -> ModelWorkerBatch:
+        extend = self.forward_mode.is_extend()
+        return ModelWorkerBatch(
+            forward_mode=self.forward_mode,
+            input_ids=self.input_ids,
+            req_pool_indices=self.req_pool_indices,
+            seq_lens=self.seq_lens,
+            seq_lens_cpu=self.seq_lens_cpu,
+            out_cache_loc=self.out_cache_loc,
+            extend_prefix_lens=self.prefix_lens if extend else [],
+            extend_seq_lens=self.extend_lens if extend else [],
+            cached_prefix_ids=self.cached_prefix_ids if extend else [],
+            extra_keys=[r.extra_key for r in self.reqs] if extend else [],
+            rows=[r.req_pool_idx for r in self.reqs],  # type: ignore[misc]
+            rids=[r.rid for r in self.reqs],
+            hicache_consumer_index=self.hicache_consumer_index,
+        )
+
+    # ---- join and leave ------------------------------------------------------------------------
+
+    def filter_batch(
+        self,
+        chunked_req_to_exclude: Sequence[Req] = (),
+        keep_indices: list[int] | None = None,
+    ) -> None:
+        """Keep the requests of ``keep_indices``; by default those that are not finished."""
+        if keep_indices is None:
+            keep_indices = [
+                i
+                for i, r in enumerate(self.reqs)
+                if r.finished_reason is None and r not in chunked_req_to_exclude
+            ]
+        if len(keep_indices) == len(self.reqs):
+            return
+        self.reqs = [self.reqs[i] for i in keep_indices]
+        if not self.reqs:
+            return
+        keep = torch.tensor(keep_indices)
+        self.seq_lens_cpu = self.seq_lens_cpu[keep]
+        keep = keep.to(self.device)
+        self.req_pool_indices = self.req_pool_indices[keep]
+        self.seq_lens = self.seq_lens[keep]
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[keep]
+
+    def merge_batch(self, other: "ScheduleBatch") -> None:
+        """Add the requests of ``other``; both have run and not been prepared again."""
+        assert self.output_ids is not None
+        assert other.output_ids is not None
+        self.reqs = self.reqs + other.reqs
+        self.req_pool_indices = torch.cat([self.req_pool_indices, other.req_pool_indices])
+        self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
+        self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
+        self.output_ids = torch.cat([self.output_ids, other.output_ids])
+
+    # ---- memory for the next decode ------------------------------------------------------------
+
+    def new_tokens_required_next_decode(self, selected_indices: list[int] | None = None) -> int:
+        """Tokens, in whole pages, that the next decode step allocates for these requests."""
+        page_size = self.token_to_kv_pool_allocator.page_size
+        reqs = self.reqs if selected_indices is None else [self.reqs[i] for i in selected_indices]
+        pages = sum(1 for r in reqs if r.kv_committed_len % page_size == 0)
+        return int(pages * page_size)
+
+    def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
+        """Whether the next decode step fits, after evicting what it needs."""
+        num_tokens = self.new_tokens_required_next_decode(selected_indices)
+        evict_from_tree_cache(self.tree_cache, num_tokens)
+        available: int = self.token_to_kv_pool_allocator.available_size()
+        return available >= num_tokens
+
+    def retract_decode(self) -> tuple[list[Req], float]:
+        """Give up requests until the next decode step fits: at least one, fewest outputs first.
+
+        A retracted request loses its KV, keeps its outputs, and is prefilled again later. The last
+        request too is given up if it does not fit; SGLang 0.5.10 aborts it instead.
+
+        Returns:
+            The retracted requests, and a better estimate of ``new_token_ratio``.
+        """
+        order = sorted(
+            range(len(self.reqs)),
+            key=lambda i: (len(self.reqs[i].output_ids), -len(self.reqs[i].origin_input_ids)),
+            reverse=True,
+        )
+        retracted: list[Req] = []
+        while order and (
+            (len(order) > 1 and not retracted) or not self.check_decode_mem(selected_indices=order)
+        ):
+            req = self.reqs[order.pop()]
+            self.release_req(req, len(order))
+            retracted.append(req)
+        self.filter_batch(keep_indices=order)
+        decoded = sum(len(r.output_ids) for r in self.reqs)
+        wanted = sum(r.max_new_tokens for r in self.reqs)
+        ratio = (decoded + RETRACT_DECODE_STEPS * len(self.reqs)) / (wanted + 1)
+        return retracted, min(1.0, ratio)
+
+    def release_req(self, req: Req, remaining_req_count: int) -> None:
+        """Take everything from a request; make room for the steps of those that remain."""
+        release_kv_cache(req, self.tree_cache, is_insert=False)
+        evict_from_tree_cache(self.tree_cache, remaining_req_count * RETRACT_DECODE_STEPS)
+        req.reset_for_retract()

@@ -1,0 +1,448 @@
+"""``Scheduler``: the serving loop. Receive, choose a batch, run it, process what it made.
+
+One iteration is :meth:`Scheduler.step`. The normal loop processes a batch's result at once. The
+overlap loop launches the next batch first, so that the host's work hides behind the forward::
+
+    step k      choose batch k | launch k | wait for k-1, process its result
+    step k+1    choose batch k+1 (with futures for k's tokens) | launch k+1 | process k
+
+Allocation, request rows and eviction are decided on the schedule stream; forwards run on the
+forward stream, in order. A slot that step k+1 frees may still be written by forward k+1; its next
+owner's forward comes later on that stream.
+
+Models SGLang 0.5.10's ``Scheduler`` for one rank that prefills and decodes; left out: grammars,
+LoRA, speculation, disaggregation, priority preemption, mixed chunks, metrics, the control plane.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from refcache.engine.alloc import release_kv_cache
+from refcache.engine.content import RowCheck
+from refcache.engine.future_map import FutureMap
+from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
+from refcache.engine.model_config import ModelConfig
+from refcache.engine.model_runner import MakeAllocator, ModelRunner, make_allocator
+from refcache.engine.output_processor import SchedulerOutputProcessorMixin
+from refcache.engine.req import FINISH_ABORT, Req
+from refcache.engine.schedule_batch import ScheduleBatch
+from refcache.engine.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
+from refcache.errors import InvalidArgument, NotIdle
+from refcache.keys import token_array
+from refcache.runtime import Runtime
+from refcache.tree import RadixCache
+from refcache.types import CacheInitParams, ServerArgs
+
+MakeTree = Callable[[CacheInitParams, ServerArgs], Any]
+
+
+def make_tree(params: CacheInitParams, server_args: ServerArgs) -> Any:
+    """refcache's tree for these arguments."""
+    if server_args.enable_hierarchical_cache:
+        raise InvalidArgument(
+            "enable_hierarchical_cache: expected make_tree for a tree with a host tier"
+        )
+    return RadixCache(params)
+
+
+class SchedulerObserver:
+    """Told what the loop does; override what you need. Called on the host, at the moment named."""
+
+    def on_batch(self, batch: ScheduleBatch) -> None:
+        """A batch is prepared (rows and slots allocated) and about to be launched."""
+
+    def on_retract(self, req: Req) -> None:
+        """A request lost its memory and is back in the queue."""
+
+    def on_finish(self, req: Req) -> None:
+        """A request ended and holds nothing any more."""
+
+    def on_step(self, scheduler: "Scheduler") -> None:
+        """An iteration of the loop is over."""
+
+
+class Scheduler(SchedulerOutputProcessorMixin):
+    """See the module docstring.
+
+    Args:
+        server_args: sizes and policies; ``disable_overlap_schedule`` picks the normal loop.
+        model_config: the KV's shape.
+        runtime: the machine; the immediate one by default.
+        make_allocator, make_tree: the components to drive; refcache's by default. The tree is
+            called as SGLang's trees are.
+        check: which KV rows a forward reads and compares; default all, raising at the first wrong.
+        observer: told what the loop does.
+        keep_kv: False keeps no KV bytes; nothing is checked then.
+        pre_model_load_memory: GB of device memory; needed without ``max_total_tokens``.
+
+    Attributes:
+        finished_reqs: requests that ended, oldest first; the caller may empty it.
+        new_token_ratio: see :class:`~refcache.engine.schedule_policy.PrefillAdder`; falls with each
+            decode step, rises after a retraction.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig | None = None,
+        *,
+        runtime: Runtime | None = None,
+        make_allocator: MakeAllocator = make_allocator,
+        make_tree: MakeTree = make_tree,
+        check: RowCheck | None = None,
+        observer: SchedulerObserver | None = None,
+        keep_kv: bool = True,
+        pre_model_load_memory: float | None = None,
+    ) -> None:
+        self.server_args = server_args
+        self.page_size = server_args.page_size
+        self.observer = observer or SchedulerObserver()
+        self.enable_overlap = not server_args.disable_overlap_schedule
+        self.enable_hierarchical_cache = server_args.enable_hierarchical_cache
+        self.model_runner = ModelRunner(
+            server_args,
+            model_config or ModelConfig(),
+            runtime=runtime,
+            make_allocator=make_allocator,
+            check=check,
+            keep_kv=keep_kv,
+            pre_model_load_memory=pre_model_load_memory,
+        )
+        self.runtime = self.model_runner.runtime
+        self.tp_worker = TpModelWorker(self.model_runner)
+        self.max_running_requests = server_args.max_running_requests
+        self.max_total_num_tokens = self.model_runner.max_total_num_tokens
+        self.max_req_len = min(server_args.context_length, self.max_total_num_tokens) - 1
+        self.init_cache_with_memory_pool(make_tree)
+        self.init_running_status()
+        self.init_schedule_policy()
+        self.init_overlap()
+
+    # ---- start ---------------------------------------------------------------------------------
+
+    def init_cache_with_memory_pool(self, make_tree: MakeTree) -> None:
+        """Make the tree over the runner's pools; tell the worker about a host tier's loads."""
+        self.req_to_token_pool = self.model_runner.req_to_token_pool
+        self.token_to_kv_pool_allocator = self.model_runner.token_to_kv_pool_allocator
+        params = CacheInitParams(
+            disable=self.server_args.disable_radix_cache,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            page_size=self.page_size,
+            is_eagle=self.server_args.speculative_algorithm == "EAGLE",
+            eviction_policy=self.server_args.radix_eviction_policy,
+            enable_kv_cache_events=self.server_args.enable_kv_cache_events,
+            chunked_prefill_size=self.server_args.chunked_prefill_size,
+            runtime=self.runtime,
+        )
+        self.tree_cache = make_tree(params, self.server_args)
+        if self.enable_hierarchical_cache:
+            self.tp_worker.register_hicache_layer_transfer_counter(
+                self.tree_cache.cache_controller.layer_done_counter
+            )
+
+    def init_running_status(self) -> None:
+        self.inbox: deque[TokenizedGenerateReqInput | AbortReq] = deque()
+        self.waiting_queue: list[Req] = []
+        self.running_batch = self._new_batch([])
+        self.cur_batch: ScheduleBatch | None = None
+        self.last_batch: ScheduleBatch | None = None
+        self.chunked_req: Req | None = None
+        self.live_reqs: dict[str, Req] = {}
+        self.finished_reqs: list[Req] = []
+        self.forward_ct = 0
+        self.max_prefill_bs = 0
+        self.num_retracted_reqs = 0
+        self._retraction_requested = False
+
+    def init_schedule_policy(self) -> None:
+        self.policy = SchedulePolicy(self.server_args.schedule_policy, self.tree_cache)
+        self.init_new_token_ratio = min(0.7 * self.server_args.schedule_conservativeness, 1.0)
+        self.min_new_token_ratio = min(self.init_new_token_ratio * 0.14, 1.0)
+        self.new_token_ratio_decay = (self.init_new_token_ratio - self.min_new_token_ratio) / 600
+        self.new_token_ratio = self.init_new_token_ratio
+
+    def init_overlap(self) -> None:
+        self.schedule_stream = self.runtime.Stream("schedule")
+        self.forward_stream = self.runtime.Stream("forward") if self.enable_overlap else None
+        self.future_map = FutureMap(
+            self.max_running_requests, self.server_args.device, self.runtime
+        )
+        self.result_queue: deque[tuple[ScheduleBatch, GenerationBatchResult]] = deque()
+
+    # ---- the loops -----------------------------------------------------------------------------
+
+    def dispatch_event_loop(self) -> None:
+        """Run the loop that ``server_args`` asks for until nothing is left to do."""
+        if self.enable_overlap:
+            self.event_loop_overlap()
+        else:
+            self.event_loop_normal()
+
+    def event_loop_normal(self) -> None:
+        """Steps, each batch processed at once. A server's loop would then wait for more input."""
+        while not self.is_idle():
+            self.step()
+
+    def event_loop_overlap(self) -> None:
+        """Steps, each batch processed after the next one is launched."""
+        while not self.is_idle():
+            self.step()
+
+    def step(self) -> ScheduleBatch | None:
+        """One iteration of the loop; the batch it launched, if any."""
+        with self.runtime.stream(self.schedule_stream):
+            self.process_input_requests(self.recv_requests())
+            batch = self.cur_batch = self.get_next_batch_to_run()
+            if batch is not None:
+                self.observer.on_batch(batch)
+                self.result_queue.append((batch.copy(), self.run_batch(batch)))
+            elif self.is_idle():
+                self.new_token_ratio = self.init_new_token_ratio
+            behind = 1 if self.enable_overlap and batch is not None else 0
+            while len(self.result_queue) > behind:
+                self.process_batch_result(*self.result_queue.popleft())
+            self.last_batch = batch
+        self.observer.on_step(self)
+        return batch
+
+    def is_idle(self) -> bool:
+        """Nothing received, waiting, running, or launched and not processed."""
+        return not (self.inbox or self.live_reqs or self.result_queue)
+
+    # ---- requests in ---------------------------------------------------------------------------
+
+    def submit(self, request: TokenizedGenerateReqInput | AbortReq) -> None:
+        """Put a request where the next step receives it."""
+        self.inbox.append(request)
+
+    def recv_requests(self) -> list[TokenizedGenerateReqInput | AbortReq]:
+        """Everything that came in since the last step."""
+        received = list(self.inbox)
+        self.inbox.clear()
+        return received
+
+    def process_input_requests(self, recv_reqs: list[TokenizedGenerateReqInput | AbortReq]) -> None:
+        for request in recv_reqs:
+            if isinstance(request, AbortReq):
+                self.abort_request(request.rid)
+            else:
+                self.handle_generate_request(request)
+
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
+        """Make a ``Req`` and queue it; one that can never fit ends at once, refused.
+
+        ``max_new_tokens`` is cut so that the request fits when it is alone.
+
+        Raises:
+            InvalidArgument: the ``rid`` is in use, or a token id is out of range.
+        """
+        if recv_req.rid in self.live_reqs:
+            raise InvalidArgument(f"rid {recv_req.rid!r}: a request of that name is running")
+        req = Req(
+            recv_req.rid,
+            token_array(recv_req.input_ids),
+            recv_req.sampling_params,
+            recv_req.extra_key,
+            recv_req.priority,
+        )
+        self.live_reqs[req.rid] = req
+        prompt = len(req.origin_input_ids)
+        if not 1 <= prompt < self.max_req_len:
+            req.finished_reason = FINISH_ABORT(
+                f"prompt of {prompt} tokens: expected 1 to {self.max_req_len - 1} "
+                f"(context_length={self.server_args.context_length}, device memory for "
+                f"{self.max_total_num_tokens} tokens)"
+            )
+            self._hand_out(req)
+            return
+        req.max_new_tokens = max(1, min(req.max_new_tokens, self.max_req_len - prompt))
+        self.waiting_queue.append(req)
+
+    def abort_request(self, rid: str) -> None:
+        """End a request early: at once if it waits, else at its next result or chunk boundary."""
+        req = self.live_reqs.get(rid)
+        if req is None:
+            return
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+            req.finished_reason = FINISH_ABORT()
+            self._hand_out(req)
+        else:
+            req.to_finish = FINISH_ABORT()
+
+    def force_retraction(self) -> None:
+        """Have the next decode step retract as if memory had run out."""
+        self._retraction_requested = True
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix.
+
+        Raises:
+            NotIdle: a request is not finished.
+        """
+        if not self.is_idle():
+            raise NotIdle(f"flush_cache: {len(self.live_reqs)} requests are not finished")
+        self.tree_cache.reset()
+        self.token_to_kv_pool_allocator.clear()
+        self.req_to_token_pool.clear()
+
+    # ---- choosing a batch ----------------------------------------------------------------------
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """A prefill batch if one can be made, else the next decode step of the running batch."""
+        if self.chunked_req is not None:
+            self.stash_chunked_request(self.chunked_req)
+        if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
+            self._merge_last_batch(self.last_batch)
+        batch = self.get_new_batch_prefill()
+        if batch is None and not self.running_batch.is_empty():
+            self.update_running_batch(self.running_batch)
+            batch = None if self.running_batch.is_empty() else self.running_batch
+        return batch
+
+    def stash_chunked_request(self, req: Req) -> None:
+        """A chunk is launched: cache it, so that others can use it; or end an aborted request."""
+        self.tree_cache.cache_unfinished_req(req, chunked=True)
+        if req.to_finish is not None:
+            req.finished_reason, req.to_finish = req.to_finish, None
+            self.chunked_req = None
+            self._finish(req, is_insert=False)
+
+    def _merge_last_batch(self, last_batch: ScheduleBatch) -> None:
+        """What was prefilled decodes from now on, except a prompt that was cut."""
+        chunked = [r for r in (self.chunked_req, last_batch.chunked_req) if r is not None]
+        last_bs = last_batch.batch_size()
+        last_batch.filter_batch(chunked_req_to_exclude=chunked)
+        if last_batch.batch_size() < last_bs:
+            self.running_batch.batch_is_full = False
+        if last_batch.is_empty():
+            return
+        if self.running_batch.is_empty():
+            self.running_batch = last_batch
+        else:
+            self.running_batch.merge_batch(last_batch)
+
+    def get_num_allocatable_reqs(self, running_bs: int) -> int:
+        return self.max_running_requests - running_bs
+
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        """A prefill batch, prepared; None when no request can be added now."""
+        return self._get_new_batch_prefill_raw()
+
+    def _get_new_batch_prefill_raw(self) -> ScheduleBatch | None:
+        if self.enable_hierarchical_cache:
+            self.tree_cache.check_hicache_events()
+        running = self.running_batch
+        if (running.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
+            return None
+        allocatable = self.get_num_allocatable_reqs(running.batch_size())
+        self.policy.calc_priority(self.waiting_queue)
+        adder = PrefillAdder(
+            self.page_size,
+            self.tree_cache,
+            self.token_to_kv_pool_allocator,
+            running,
+            self.new_token_ratio,
+            self.server_args.max_prefill_tokens,
+            self.server_args.chunked_prefill_size,
+        )
+        if self.chunked_req is not None:
+            self.chunked_req.init_next_round_input()
+            chunked, self.chunked_req = self.chunked_req, adder.add_chunked_req(self.chunked_req)
+            if not adder.can_run_list:
+                self._retract_chunked_req(chunked)
+                return None
+        for req in self.waiting_queue:
+            if len(adder.can_run_list) >= allocatable:
+                running.batch_is_full = True
+            if running.batch_is_full:
+                break
+            req.init_next_round_input(self.tree_cache)
+            result = adder.add_one_req(req)
+            if result is not AddReqResult.CONTINUE:
+                if result is AddReqResult.NO_TOKEN:
+                    # with nothing running, nothing would ever make it less full
+                    running.batch_is_full = bool(adder.can_run_list) or not running.is_empty()
+                break
+        if not adder.can_run_list:
+            return None
+        if adder.new_chunked_req is not None:
+            self.chunked_req = adder.new_chunked_req
+        if self.chunked_req is not None:
+            self.chunked_req.is_chunked += 1
+        added = set(adder.can_run_list)
+        self.waiting_queue = [r for r in self.waiting_queue if r not in added]
+        self.max_prefill_bs = max(self.max_prefill_bs, len(added))
+
+        batch = self._new_batch(adder.can_run_list, self.chunked_req)
+        if self.enable_hierarchical_cache:
+            # the copies start now, before anything else is put on the schedule stream
+            batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
+        batch.prepare_for_extend()
+        return batch
+
+    def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
+        return ScheduleBatch.init_new(
+            reqs,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.tree_cache,
+            self.runtime,
+            chunked_req=chunked_req,
+        )
+
+    def _retract_chunked_req(self, req: Req) -> None:
+        """Its next chunk has no room: its whole pages stay cached, and it queues again, first."""
+        self.chunked_req = None
+        release_kv_cache(req, self.tree_cache, is_insert=False)
+        self._back_to_queue(req, 0)
+
+    def _back_to_queue(self, req: Req, place: int) -> None:
+        req.reset_for_retract()
+        self.num_retracted_reqs += 1
+        self.waiting_queue.insert(place, req)
+        self.observer.on_retract(req)
+
+    def update_running_batch(self, batch: ScheduleBatch) -> None:
+        """Drop finished requests, retract some if memory is short, prepare the decode step."""
+        initial_bs = batch.batch_size()
+        batch.filter_batch()
+        if self.enable_hierarchical_cache:
+            self.tree_cache.flush_write_through_acks()
+        forced, self._retraction_requested = self._retraction_requested, False
+        if not batch.is_empty() and (forced or not batch.check_decode_mem()):
+            retracted, self.new_token_ratio = batch.retract_decode()
+            for req in retracted:
+                self._back_to_queue(req, len(self.waiting_queue))
+        else:
+            self.new_token_ratio = max(
+                self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio
+            )
+        if batch.batch_size() < initial_bs:
+            batch.batch_is_full = False
+        if not batch.is_empty():
+            batch.prepare_for_decode()
+
+    # ---- running it ----------------------------------------------------------------------------
+
+    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Launch the forward; ``batch.output_ids`` become its tokens, or futures for them."""
+        self.forward_ct += 1
+        worker_batch = batch.get_model_worker_batch()
+        self.model_runner.init_forward_metadata(worker_batch)
+        if self.forward_stream is None:
+            result = self.tp_worker.forward_batch_generation(worker_batch)
+            batch.output_ids = result.next_token_ids
+            return result
+        with self.runtime.stream(self.forward_stream):
+            self.forward_stream.wait_stream(self.schedule_stream)
+            if worker_batch.forward_mode.is_decode():
+                worker_batch.input_ids = self.future_map.resolve_future(worker_batch.input_ids)
+            result = self.tp_worker.forward_batch_generation(worker_batch)
+            self.future_map.store_to_map(worker_batch.req_pool_indices, result.next_token_ids)
+            result.copy_to_cpu(self.runtime)
+        batch.output_ids = self.future_map.futures(worker_batch.req_pool_indices)
+        return result
