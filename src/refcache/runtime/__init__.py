@@ -1,6 +1,26 @@
 """Machines: who runs a launch, and when. See :mod:`refcache.runtime.api`."""
 
-from refcache.runtime.api import Event, Region, Runtime, Stream
+from refcache.runtime.api import Event, Part, Region, Runtime, Stream
+from refcache.runtime.cuda import CudaRuntime
+from refcache.runtime.drivers import all_orders, drawn, eager, lazy
 from refcache.runtime.immediate import ImmediateRuntime
+from refcache.runtime.simulated import SimulatedRuntime
+from refcache.runtime.tracker import DeadIndex, RaceFound, Tracker
 
-__all__ = ["Event", "ImmediateRuntime", "Region", "Runtime", "Stream"]
+__all__ = [
+    "CudaRuntime",
+    "DeadIndex",
+    "Event",
+    "ImmediateRuntime",
+    "Part",
+    "RaceFound",
+    "Region",
+    "Runtime",
+    "SimulatedRuntime",
+    "Stream",
+    "Tracker",
+    "all_orders",
+    "drawn",
+    "eager",
+    "lazy",
+]

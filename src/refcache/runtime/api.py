@@ -1,12 +1,13 @@
 """The runtime's vocabulary: streams, events and launches, as CUDA has them.
 
-A :class:`Runtime` is a *machine*. Bytes of a pool are touched only through :meth:`Runtime.launch`,
-which names what it reads and writes, so the same cache code runs on
+A :class:`Runtime` is a *machine*. Bytes of a pool are touched only through :meth:`Runtime.launch`
+(or, by the host itself, :meth:`Runtime.host_access`), which name what they read and write, so the
+same cache code runs on
 
 * the immediate machine (:mod:`refcache.runtime.immediate`): every launch runs at once;
-* the simulated machine: launches wait in their streams and run in any legal order, and a tracker
-  reports two conflicting accesses that nothing orders;
-* real CUDA.
+* the simulated machine (:mod:`refcache.runtime.simulated`): launches wait in their streams and run
+  in any legal order, and a tracker reports two conflicting accesses that nothing orders;
+* real CUDA (:mod:`refcache.runtime.cuda`).
 
 Rules (CUDA's measured behaviour):
 
@@ -20,47 +21,59 @@ Rules (CUDA's measured behaviour):
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+
+Slots = torch.Tensor | range | int
 
 
 class Region(NamedTuple):
     """The cells a launch touches: some slots of some layers of one plane of one pool.
 
-    ``slots`` is an index tensor, a range or an int; ``layers`` a range or an int. ``pool`` is
-    compared by identity. Objects without planes (``req_to_token``, index tensors) use plane 0 and
-    layer 0.
+    ``slots`` is an index tensor, a range or an int, whose values are taken when the launch is
+    issued; or a function that returns one of these, called when the launch runs (for slots that
+    only the device knows, such as a page table that an earlier launch writes). ``layers`` is a
+    range or an int. ``pool`` is compared by identity. Objects without planes (``req_to_token``,
+    index tensors) use plane 0 and layer 0.
     """
 
     pool: Any
     plane: int
     layers: range | int
-    slots: torch.Tensor | range | int
+    slots: Slots | Callable[[], Slots]
+
+
+class Part(NamedTuple):
+    """One part of a launch that signals ``event`` when it and all parts before it are done."""
+
+    fn: Callable[[], object]
+    reads: Iterable[Region]
+    writes: Iterable[Region]
+    event: "Event | None" = None
 
 
 class Stream(Protocol):
-    """A FIFO of launches."""
+    """A FIFO of launches, records and waits; see the module docstring."""
 
-    def wait_event(self, event: "Event") -> None: ...
-    def wait_stream(self, other: "Stream") -> None: ...
-    def record_event(self, event: "Event | None" = None) -> "Event": ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, other: Any) -> None: ...
+    def record_event(self, event: Any = None) -> "Event": ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
 class Event(Protocol):
-    """A point in a stream that others can wait for."""
+    """What a stream had to do at the last ``record``; see the module docstring."""
 
-    def record(self, stream: Stream | None = None) -> None: ...
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
-# Inside Runtime, the bare names are its factory methods.
-_Stream = Stream
-_Event = Event
+_Stream: TypeAlias = Stream  # inside Runtime the plain names are its methods
+_Event: TypeAlias = Event
 
 
 class Runtime(Protocol):
@@ -68,29 +81,79 @@ class Runtime(Protocol):
 
     name: str
 
-    def Stream(self) -> _Stream: ...
+    def Stream(self, name: str | None = None) -> _Stream:
+        """A new stream; ``name`` is for reports."""
+        ...
+
     def Event(self) -> _Event: ...
+
+    def Lock(self) -> AbstractContextManager[Any]:
+        """A re-entrant lock between host threads: taking it comes after its last release."""
+        ...
+
+    def Queue(self) -> Any:
+        """A queue between host threads (``put``, ``get_nowait``, ``empty``); ``get_nowait`` is
+        ordered after the ``put`` of the item, and raises ``queue.Empty``."""
+        ...
+
+    def actor(self, name: str) -> AbstractContextManager[Any]:
+        """The code inside the block belongs to the host thread ``name``."""
+        ...
+
     def current_stream(self) -> _Stream: ...
     def default_stream(self) -> _Stream: ...
-    def stream(self, stream: _Stream) -> AbstractContextManager[Any]:
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current inside the block."""
         ...
 
     def launch(
         self,
         name: str,
-        fn: Callable[[], None],
+        fn: Callable[..., object],
+        reads: Iterable[Region] = (),
+        writes: Iterable[Region] = (),
+        indices: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        """Issue ``fn(*indices)`` on the current stream. ``name`` appears in reports.
+
+        ``indices``: tensors that the launch needs and does not keep alive. Who drops them before it
+        has run must have told the allocator, by :meth:`record_stream`.
+        """
+        ...
+
+    def launch_parts(self, name: str, parts: Iterable[Part]) -> None:
+        """Issue one launch that runs ``parts`` in order and signals an event after each."""
+        ...
+
+    def host_access(
+        self,
+        name: str,
+        fn: Callable[[], object],
         reads: Iterable[Region] = (),
         writes: Iterable[Region] = (),
     ) -> None:
-        """Issue ``fn`` on the current stream. ``name`` appears in reports."""
+        """Run ``fn`` now, as an access by the host thread itself (no stream)."""
+        ...
+
+    def h2d(self, dst: torch.Tensor, src: torch.Tensor, pinned: bool = False) -> None:
+        """Copy a host tensor to the device on the current stream; returns at once.
+
+        A pageable source is read at the call, a pinned one when the copy runs.
+        """
+        ...
+
+    def d2h(self, dst: torch.Tensor, src: torch.Tensor, pinned: bool = False) -> None:
+        """Copy a device tensor to the host on the current stream.
+
+        The host waits for the copy when ``dst`` is pageable, and not when it is pinned.
+        """
         ...
 
     def host_sync(self) -> None:
         """What ``.item()``, ``.cpu()`` or ``nonzero`` do: the host waits for the current stream."""
         ...
 
-    def record_stream(self, tensor: torch.Tensor, stream: _Stream) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Keep ``tensor`` alive until the work now in ``stream`` is done."""
         ...
 

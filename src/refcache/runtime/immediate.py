@@ -6,22 +6,28 @@ nothing, since nothing is ever pending.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import RLock
 from typing import Any
 
 import torch
 
-from refcache.runtime.api import Region
+from refcache.runtime.api import Part, Region
 
 
 class ImmediateStream:
     """A stream with nothing in it."""
 
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+
     def wait_event(self, event: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
 
-    def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else ImmediateEvent()
+    def record_event(self, event: Any = None) -> "ImmediateEvent":
+        done: ImmediateEvent = event if event is not None else ImmediateEvent()
+        return done
 
     def query(self) -> bool:
         return True
@@ -48,10 +54,16 @@ class ImmediateRuntime:
     name = "immediate"
     Stream = ImmediateStream
     Event = ImmediateEvent
+    Lock = staticmethod(RLock)
+    Queue = SimpleQueue
 
     def __init__(self) -> None:
-        self._default = ImmediateStream()
+        self._default = ImmediateStream("default")
         self._current = self._default
+
+    @contextmanager
+    def actor(self, name: str) -> Iterator[None]:
+        yield
 
     def current_stream(self) -> ImmediateStream:
         return self._current
@@ -70,11 +82,31 @@ class ImmediateRuntime:
     def launch(
         self,
         name: str,
-        fn: Callable[[], None],
+        fn: Callable[..., object],
+        reads: Iterable[Region] = (),
+        writes: Iterable[Region] = (),
+        indices: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        fn(*indices)
+
+    def launch_parts(self, name: str, parts: Iterable[Part]) -> None:
+        for part in parts:
+            part.fn()
+
+    def host_access(
+        self,
+        name: str,
+        fn: Callable[[], object],
         reads: Iterable[Region] = (),
         writes: Iterable[Region] = (),
     ) -> None:
         fn()
+
+    def h2d(self, dst: torch.Tensor, src: torch.Tensor, pinned: bool = False) -> None:
+        dst.copy_(src)
+
+    def d2h(self, dst: torch.Tensor, src: torch.Tensor, pinned: bool = False) -> None:
+        dst.copy_(src)
 
     def host_sync(self) -> None: ...
 

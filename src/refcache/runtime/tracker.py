@@ -1,0 +1,257 @@
+"""The race tracker: which two accesses to one cell does nothing order?
+
+Vector clocks over actors (streams and host threads). Every launch gets, when it is issued, the
+clock of everything that is ordered before it: program order of its stream, what its stream has
+waited for, and what the host thread that issues it knows to be done. Two accesses to one cell, at
+least one a write, whose clocks do not order them are a race, in whichever order they would run; it
+is reported when the second is issued, before it touches anything. A cell is one (pool, plane,
+layer, slot); its history is its last write and, for each actor, its last read since. A free is no
+access: the next owner's first access must simply be ordered after the previous owner's last one.
+
+Also here, because it needs the same reports: the lifetime of index tensors. A launch holds a weak
+reference to them; one that is dead when the launch runs was handed back to the allocator too early.
+
+Left out: ownership of slots in flight (rules X1 to X3), which is not a matter of order.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from refcache.errors import RefcacheError
+from refcache.runtime.api import Region, Slots
+
+Clock = dict[int, int]  # actor index -> how many of its accesses are ordered before
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let ``clock`` know all that ``other`` knows."""
+    for actor, count in other.items():
+        if count > clock.get(actor, 0):
+            clock[actor] = count
+
+
+class Actor:
+    """A stream or a host thread: it does one thing after another.
+
+    Attributes:
+        clock: what is ordered before its next access; its own component counts its accesses.
+    """
+
+    def __init__(self, index: int, kind: str, name: str) -> None:
+        self.index = index
+        self.kind = kind
+        self.name = name
+        self.clock: Clock = {index: 0}
+
+    def __str__(self) -> str:
+        return f"{self.kind} '{self.name}'"
+
+    def access(self, name: str, issued: int) -> "Access":
+        """Take the next step: a new access, with a snapshot of the clock."""
+        clock = self.clock
+        clock[self.index] += 1
+        return Access(name, self, clock[self.index], issued, clock.copy())
+
+
+class Access:
+    """One launch, or one access by the host: ``number`` of its actor, ``issued`` of the machine."""
+
+    __slots__ = ("actor", "clock", "issued", "name", "number")
+
+    def __init__(self, name: str, actor: Actor, number: int, issued: int, clock: Clock) -> None:
+        self.name = name
+        self.actor = actor
+        self.number = number
+        self.issued = issued
+        self.clock = clock
+
+    def before(self, other: "Access") -> bool:
+        """Is this access ordered before ``other``?"""
+        return other.clock.get(self.actor.index, 0) >= self.number
+
+    def __str__(self) -> str:
+        return f"'{self.name}' (number {self.number} of {self.actor})"
+
+
+class RaceFound(RefcacheError):
+    """Two conflicting accesses to one cell that nothing orders.
+
+    Attributes:
+        first, second: the accesses, in the order in which they were issued.
+        where: the cell, in words.
+        missing: the edge that would have ordered them.
+    """
+
+    def __init__(
+        self, one: Access, one_writes: bool, other: Access, other_writes: bool, where: str
+    ) -> None:
+        if one.issued > other.issued:
+            one, one_writes, other, other_writes = other, other_writes, one, one_writes
+        self.first, self.second, self.where = first, second, where = one, other, where
+        known = second.clock.get(first.actor.index, 0)
+        self.missing = (
+            f"{second.actor} knows {first.actor} up to number {known}; expected a wait for "
+            f"number {first.number} before '{second.name}' (an event recorded after it on "
+            f"{first.actor} and waited for by {second.actor}, or by the host before the launch)"
+        )
+        kind = {True: "write", False: "read"}
+        super().__init__(
+            f"race on {where}: {kind[one_writes]} by {first} and {kind[other_writes]} by "
+            f"{second} are not ordered. {self.missing}"
+        )
+
+
+class DeadIndex(RefcacheError):
+    """A launch ran after an index tensor that it needs had been handed back to the allocator."""
+
+    def __init__(self, access: Access, position: int) -> None:
+        self.access, self.position = access, position
+        super().__init__(
+            f"index tensor {position} of {access} is dead when the launch runs; expected "
+            f"record_stream of it on {access.actor}, or a reference kept until then"
+        )
+
+
+class Cells(dict[int, list[Any]]):
+    """The cells of one (pool, plane, layer): slot -> [last write, last read of each actor]."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+
+class Touch(NamedTuple):
+    """A region of one launch, ready to be checked."""
+
+    cells: Cells
+    slots: Iterable[int] | Callable[[], Slots]
+    write: bool
+
+
+class Held:
+    """A weak reference to the storage of an index tensor, and a copy of its values at the issue."""
+
+    __slots__ = ("copy", "place", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self.copy = tensor.clone()
+        self.place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def get(self) -> torch.Tensor | None:
+        """The tensor as it is now; None when its storage is gone."""
+        storage = self.storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self.copy.dtype).set_(storage, *self.place)
+
+
+def _values(slots: Slots) -> Iterable[int]:
+    if isinstance(slots, torch.Tensor):
+        values: list[int] = slots.flatten().tolist()
+        return values
+    return (slots,) if isinstance(slots, int) else slots
+
+
+class Tracker:
+    """See the module docstring.
+
+    Args:
+        stop: raise the first report where it is found; else only collect.
+
+    Attributes:
+        reports: every :class:`RaceFound` and :class:`DeadIndex`, in the order found.
+    """
+
+    def __init__(self, stop: bool = True) -> None:
+        self.stop = stop
+        self.reports: list[RefcacheError] = []
+        self._pools: dict[int, tuple[Any, dict[tuple[int, int], Cells]]] = {}
+
+    def issue(
+        self, access: Access, reads: Iterable[Region], writes: Iterable[Region]
+    ) -> list[Touch]:
+        """Check ``access``, which is being issued.
+
+        Returns:
+            The regions whose slots are not known yet: :meth:`check` them when the launch runs.
+        """
+        known: dict[int, tuple[Any, Iterable[int]]] = {}  # the planes of a copy share their slots
+        ready: list[Touch] = []
+        late: list[Touch] = []
+        for write, regions in ((False, reads), (True, writes)):
+            for pool, plane, layers, slots in regions:
+                values: Iterable[int] | Callable[[], Slots]
+                if callable(slots):
+                    values, into = slots, late
+                else:
+                    if id(slots) not in known:
+                        known[id(slots)] = (slots, _values(slots))
+                    values, into = known[id(slots)][1], ready
+                for layer in (layers,) if isinstance(layers, int) else layers:
+                    into.append(Touch(self._cells(pool, plane, layer), values, write))
+        self.check(access, ready)
+        return late
+
+    def check(self, access: Access, touched: Iterable[Touch]) -> None:
+        """Report every race of ``access`` on the cells ``touched``; enter it into their history."""
+        index, clock = access.actor.index, access.clock
+        for cells, slots, write in touched:
+            for slot in _values(slots()) if callable(slots) else slots:
+                cell = cells.get(slot)
+                if cell is None:
+                    cells[slot] = [access, None] if write else [None, {index: access}]
+                    continue
+                last, reads = cell
+                if last is not None and clock.get(last.actor.index, 0) < last.number:
+                    if access.before(last):  # issued earlier, with slots that were not known then
+                        continue
+                    self._race(last, True, access, write, cells, slot)
+                if not write:
+                    if reads is None:
+                        cell[1] = {index: access}
+                    elif index not in reads or reads[index].number < access.number:
+                        reads[index] = access
+                    continue
+                if reads is not None:
+                    for read in reads.values():
+                        if clock.get(read.actor.index, 0) < read.number and not access.before(read):
+                            self._race(read, False, access, True, cells, slot)
+                    cell[1] = None
+                cell[0] = access
+
+    def indices(self, access: Access, held: Iterable[Held]) -> list[torch.Tensor]:
+        """The index tensors of a launch that runs now; reports those that are dead."""
+        out = []
+        for position, one in enumerate(held):
+            tensor = one.get()
+            if tensor is None:
+                self._report(DeadIndex(access, position))
+                tensor = one.copy
+            out.append(tensor)
+        return out
+
+    def _race(
+        self, one: Access, wrote: bool, other: Access, writes: bool, cells: Cells, slot: int
+    ) -> None:
+        self._report(RaceFound(one, wrote, other, writes, f"{cells.where} slot {slot}"))
+
+    def _report(self, found: RefcacheError) -> None:
+        self.reports.append(found)
+        if self.stop:
+            raise found
+
+    def _cells(self, pool: Any, plane: int, layer: int) -> Cells:
+        key = id(pool)
+        entry = self._pools.get(key)
+        if entry is None:
+            forget = partial(self._pools.pop, key)  # called with the dead reference: pop's default
+            entry = self._pools[key] = (weakref.ref(pool, forget), {})
+        cells = entry[1].get((plane, layer))
+        if cells is None:
+            where = f"{type(pool).__name__} plane {plane} layer {layer}"
+            cells = entry[1][plane, layer] = Cells(where)
+        return cells

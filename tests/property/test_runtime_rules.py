@@ -1,0 +1,535 @@
+"""The rules of the simulated machine, numbered as in docs/simulated_machine.md."""
+
+from queue import Empty
+
+import pytest
+import torch
+
+from refcache.errors import InvalidArgument
+from refcache.runtime import (
+    DeadIndex,
+    ImmediateRuntime,
+    Part,
+    RaceFound,
+    Region,
+    SimulatedRuntime,
+    Tracker,
+    drawn,
+    eager,
+    lazy,
+)
+
+
+class Pool:
+    """Something to name in a region."""
+
+
+def cell(pool, slot=0):
+    return (Region(pool, 0, 0, slot),)
+
+
+@pytest.fixture
+def machine():
+    """Runs nothing until the host waits."""
+    return SimulatedRuntime(lazy, Tracker())
+
+
+@pytest.fixture
+def ran(machine):
+    return lambda: [access.name for access in machine.history]
+
+
+def nothing():
+    pass
+
+
+# Rule 1: launches read when they run; a launch only touches bytes.
+
+
+def test_launch_reads_its_source_and_its_indices_when_it_runs(machine):
+    source, index, out = torch.tensor([1, 2]), torch.tensor([0]), torch.zeros(1, dtype=torch.long)
+    machine.launch("gather", lambda i: out.copy_(source[i]), indices=(index,))
+    source[1] = 7
+    index[0] = 1
+    machine.synchronize()
+    assert out.item() == 7
+
+
+def test_host_code_runs_at_once_and_leaves_launches_pending(machine, ran):
+    machine.launch("late", nothing)
+    machine.host_access("now", nothing)
+    assert ran() == ["now"]
+
+
+@pytest.mark.parametrize("what", ["launch", "record", "wait", "query", "synchronize"])
+def test_launch_must_not_call_the_machine(machine, what):
+    event = machine.Event()
+    event.record()
+    calls = {
+        "launch": lambda: machine.launch("inner", nothing),
+        "record": event.record,
+        "wait": event.wait,
+        "query": event.query,
+        "synchronize": event.synchronize,
+    }
+    machine.launch("outer", calls[what])
+    with pytest.raises(InvalidArgument, match="inside 'outer'"):
+        machine.synchronize()
+    calls[what]()  # the machine is usable again
+
+
+# Rule 2: streams are FIFOs; the default stream orders only itself.
+
+
+def test_stream_is_a_fifo(ran):
+    machine = SimulatedRuntime(drawn([1, 1, 1, 2, 2, 2]))
+    for name in "abc":
+        machine.launch(name, nothing)
+    machine.synchronize()
+    assert [access.name for access in machine.history] == ["a", "b", "c"]
+
+
+def test_default_stream_orders_only_itself(machine):
+    pool, side = Pool(), machine.Stream("side")
+    machine.launch("on default", nothing, writes=cell(pool))
+    with machine.stream(side), pytest.raises(RaceFound, match=r"'on default'.*'on side'"):
+        machine.launch("on side", nothing, writes=cell(pool))
+
+
+@pytest.mark.parametrize("how", ["wait_stream", "wait_event", "event.wait", "record_event"])
+def test_wait_stream_is_record_and_wait(machine, ran, how):
+    side, main = machine.Stream("side"), machine.current_stream()
+    machine.launch("before", nothing)
+    if how == "wait_stream":
+        side.wait_stream(main)
+    elif how == "record_event":
+        side.wait_event(main.record_event())
+    else:
+        event = machine.Event()
+        assert main.record_event(event) is event
+        side.wait_event(event) if how == "wait_event" else event.wait(side)
+    with machine.stream(side):
+        machine.launch("after", nothing)
+    side.synchronize()
+    assert ran() == ["before", "after"]
+
+
+def test_wait_stream_does_not_wait_for_later_work(machine, ran):
+    side, main = machine.Stream(), machine.current_stream()
+    side.wait_stream(main)
+    machine.launch("later", nothing)
+    with machine.stream(side):
+        machine.launch("on side", nothing)
+    side.synchronize()
+    assert ran() == ["on side"]
+
+
+# Rule 3: record captures the tail; re-recording replaces; never recorded is done.
+
+
+def test_event_never_recorded_is_done_and_orders_nothing(machine, ran):
+    event, side = machine.Event(), machine.Stream()
+    machine.launch("pending", nothing)
+    assert event.query()
+    event.synchronize()
+    side.wait_event(event)
+    assert ran() == []
+    assert side.query()
+
+
+def test_second_record_replaces_the_capture(machine, ran):
+    event = machine.Event()
+    event.record()
+    machine.launch("a", nothing)
+    event.record()
+    assert not event.query()
+    event.synchronize()
+    assert ran() == ["a"]
+
+
+def test_wait_issued_before_a_second_record_keeps_the_old_capture(machine, ran):
+    event, side = machine.Event(), machine.Stream("side")
+    machine.launch("a", nothing)
+    event.record()
+    side.wait_event(event)
+    machine.launch("b", nothing)
+    event.record()
+    with machine.stream(side):
+        machine.launch("c", nothing)
+    side.synchronize()
+    assert ran() == ["a", "c"]
+
+
+def test_query_is_true_iff_the_captured_work_is_done(machine):
+    event = machine.Event()
+    machine.launch("captured", nothing)
+    event.record()
+    machine.launch("not captured", nothing)
+    assert not event.query()
+    event.synchronize()
+    assert event.query()
+    assert not machine.current_stream().query()
+    machine.synchronize()
+    assert machine.current_stream().query()
+
+
+def test_capture_includes_the_waits_before_it(machine):
+    side, event = machine.Stream(), machine.Event()
+    machine.launch("a", nothing)
+    side.wait_stream(machine.current_stream())
+    event.record(side)
+    assert not event.query()
+    event.synchronize()
+    assert [access.name for access in machine.history] == ["a"]
+
+
+# Rule 4: happens-before edges of the host.
+
+
+def write_on_default_then_on(machine, between):
+    """Two writes of one cell on two streams; only the host, in ``between``, can order them."""
+    pool, side, event = Pool(), machine.Stream("side"), machine.Event()
+    machine.launch("first", nothing, writes=cell(pool))
+    event.record()
+    between(event)
+    with machine.stream(side):
+        machine.launch("second", nothing, writes=cell(pool))
+    machine.synchronize()
+
+
+def test_synchronize_orders_the_host_and_what_it_issues(machine):
+    write_on_default_then_on(machine, lambda event: event.synchronize())
+
+
+def test_true_query_orders_the_host():
+    machine = SimulatedRuntime(eager, Tracker())
+    write_on_default_then_on(machine, lambda event: event.query())
+
+
+def test_false_query_gives_no_edge(machine):
+    with pytest.raises(RaceFound):
+        write_on_default_then_on(machine, lambda event: event.query())
+
+
+def test_work_that_is_done_but_was_not_asked_about_gives_no_edge():
+    machine = SimulatedRuntime(eager, Tracker())
+    with pytest.raises(RaceFound):
+        write_on_default_then_on(machine, lambda event: None)
+
+
+def test_launch_comes_after_what_the_host_did_before_issuing_it(machine):
+    pool = Pool()
+    machine.host_access("fill", nothing, writes=cell(pool))
+    machine.launch("read", nothing, reads=cell(pool))
+    machine.synchronize()
+    machine.launch("late", nothing, reads=cell(pool))
+    with pytest.raises(RaceFound, match="'overwrite'"):
+        machine.host_access("overwrite", nothing, writes=cell(pool))
+
+
+def test_host_threads_are_actors_with_their_own_clock(machine):
+    pool = Pool()
+    with machine.actor("io"):
+        machine.host_access("io writes", nothing, writes=cell(pool))
+    with pytest.raises(RaceFound, match=r"host thread 'io'.*host thread 'main'"):
+        machine.host_access("main reads", nothing, reads=cell(pool))
+
+
+def test_host_thread_starts_after_what_its_starter_did(machine):
+    pool = Pool()
+    machine.host_access("main writes", nothing, writes=cell(pool))
+    with machine.actor("io"):
+        machine.host_access("io reads", nothing, reads=cell(pool))
+    machine.host_access("main reads", nothing, reads=cell(pool))
+    with machine.actor("io"), pytest.raises(RaceFound):
+        machine.host_access("io writes", nothing, writes=cell(pool))
+
+
+def test_host_threads_have_their_own_current_stream(machine):
+    side = machine.Stream()
+    with machine.stream(side):
+        with machine.actor("io"):
+            assert machine.current_stream() is machine.default_stream()
+        assert machine.current_stream() is side
+
+
+def test_lock_orders_host_threads(machine):
+    pool, lock = Pool(), machine.Lock()
+    with machine.actor("io"), lock:
+        machine.host_access("io writes", nothing, writes=cell(pool))
+    with lock:
+        machine.host_access("main reads", nothing, reads=cell(pool))
+
+
+def test_queue_orders_host_threads(machine):
+    pool, queue = Pool(), machine.Queue()
+    with pytest.raises(Empty):
+        queue.get_nowait()
+    with machine.actor("io"):
+        machine.host_access("io writes", nothing, writes=cell(pool))
+        queue.put("written")
+        machine.host_access("io writes more", nothing, writes=cell(pool, 1))
+    assert not queue.empty()
+    assert queue.get_nowait() == "written"
+    assert queue.empty()
+    machine.host_access("main reads", nothing, reads=cell(pool))
+    with pytest.raises(RaceFound):  # put after the second write would have been needed
+        machine.host_access("main reads on", nothing, reads=cell(pool, 1))
+
+
+# Rule 5: pageable copies.
+
+
+def test_h2d_from_pageable_memory_reads_its_source_at_the_call(machine):
+    source, out = torch.tensor([1]), torch.zeros(1, dtype=torch.long)
+    machine.h2d(out, source)
+    source[0] = 2
+    assert out.item() == 0  # it returned at once
+    machine.synchronize()
+    assert out.item() == 1
+
+
+def test_h2d_from_pinned_memory_reads_late(machine):
+    source, out = torch.tensor([1]), torch.zeros(1, dtype=torch.long)
+    machine.h2d(out, source, pinned=True)
+    source[0] = 2
+    machine.synchronize()
+    assert out.item() == 2
+
+
+def test_overwriting_a_pinned_source_that_was_not_copied_yet_is_a_race(machine):
+    source, out = torch.tensor([1]), torch.zeros(1, dtype=torch.long)
+    machine.h2d(out, source, pinned=True)
+    with pytest.raises(RaceFound):
+        machine.host_access("reuse", nothing, writes=cell(source))
+
+
+def test_overwriting_a_pageable_source_is_not(machine):
+    source, out = torch.tensor([1]), torch.zeros(1, dtype=torch.long)
+    machine.h2d(out, source)
+    machine.host_access("reuse", nothing, writes=cell(source))
+    machine.synchronize()
+
+
+def test_d2h_to_pageable_memory_blocks_and_to_pinned_does_not(machine, ran):
+    source, out = torch.tensor([1]), torch.zeros(1, dtype=torch.long)
+    machine.d2h(out, source, pinned=True)
+    assert ran() == []
+    machine.d2h(out, source)
+    assert ran() == ["d2h", "d2h"]
+    machine.host_access("use", nothing, reads=cell(out))
+
+
+def test_reading_the_result_of_a_pinned_d2h_early_is_a_race(machine):
+    source, out = torch.tensor([1]), torch.zeros(1, dtype=torch.long)
+    machine.d2h(out, source, pinned=True)
+    with pytest.raises(RaceFound, match="slot 0"):
+        machine.host_access("use", nothing, reads=cell(out))
+
+
+def test_host_sync_waits_for_the_current_stream_only(machine, ran):
+    side = machine.Stream()
+    with machine.stream(side):
+        machine.launch("side", nothing)
+    machine.launch("current", nothing)
+    machine.host_sync()
+    assert ran() == ["current"]
+
+
+# Rule 6: a free is no access; history survives reuse.
+
+
+def test_new_owner_must_come_after_the_old_owners_last_access(machine):
+    pool, side = Pool(), machine.Stream("side")
+    machine.launch("old owner", nothing, writes=cell(pool))
+    # The slot is freed and handed out again here: no access, nothing to report.
+    with machine.stream(side), pytest.raises(RaceFound):
+        machine.launch("new owner", nothing, writes=cell(pool))
+
+
+def test_history_of_a_dropped_index_tensor_is_forgotten(machine):
+    for stream in (machine.Stream(), machine.Stream()):
+        with machine.stream(stream):
+            # The same address, and often the same object id, twice.
+            machine.launch("use", nothing, writes=cell(torch.zeros(1)))
+    machine.synchronize()
+    assert not machine.tracker._pools
+
+
+# Rule 7: inner signals.
+
+
+def test_launch_signals_events_at_inner_points(machine, ran):
+    events = [machine.Event() for _ in range(3)]
+    out = []
+    machine.launch_parts(
+        "load", [Part(lambda i=i: out.append(i), (), (), events[i]) for i in range(3)]
+    )
+    assert out == []
+    events[1].synchronize()
+    assert out == [0, 1]
+    assert events[0].query()
+    assert not events[2].query()
+    machine.synchronize()
+    assert ran() == ["load, part 0", "load, part 1", "load, part 2"]
+
+
+def test_inner_signal_orders_its_part_and_not_the_later_ones(machine):
+    pool, side, event = Pool(), machine.Stream("side"), machine.Event()
+    parts = [Part(nothing, (), cell(pool, i), event if i == 0 else None) for i in range(2)]
+    with machine.stream(side):
+        machine.launch_parts("load", parts)
+    event.wait()
+    machine.launch("read part 0", nothing, reads=cell(pool, 0))
+    machine.synchronize()
+    machine.launch("read part 1", nothing, reads=cell(pool, 1))
+    machine.synchronize()  # ordered through the host
+    with machine.stream(side):
+        machine.launch_parts("load", parts)
+    event.wait()
+    with pytest.raises(RaceFound, match=r"'load, part 1' .*'read part 1 early'"):
+        machine.launch("read part 1 early", nothing, reads=cell(pool, 1))
+
+
+# Rule 8: lifetime of index tensors.
+
+
+def test_index_tensor_dropped_before_the_launch_ran_is_reported(machine):
+    machine.launch("copy", lambda i: None, indices=(torch.tensor([1, 2]),))
+    with pytest.raises(DeadIndex, match="index tensor 0 of 'copy'"):
+        machine.synchronize()
+
+
+def test_record_stream_keeps_it_alive(machine):
+    seen = []
+    index = torch.tensor([9, 1, 2])
+    machine.launch("copy", lambda i: seen.append(i.tolist()), indices=(index[1:],))
+    machine.record_stream(index, machine.current_stream())
+    del index
+    machine.synchronize()
+    assert seen == [[1, 2]]
+
+
+def test_record_stream_of_another_stream_does_not(machine):
+    index = torch.tensor([1, 2])
+    machine.launch("copy", lambda i: None, indices=(index,))
+    machine.record_stream(index, machine.Stream())
+    del index
+    with pytest.raises(DeadIndex):
+        machine.synchronize()
+
+
+def test_record_stream_holds_only_until_the_stream_gets_there(machine):
+    index = torch.tensor([1, 2])
+    machine.launch("copy", lambda i: None, indices=(index,))
+    machine.record_stream(index, machine.current_stream())
+    machine.launch("later", lambda i: None, indices=(index,))
+    del index
+    with pytest.raises(DeadIndex, match="'later'"):
+        machine.synchronize()
+
+
+def test_dead_index_that_is_only_collected_runs_on_the_copy():
+    machine, seen = SimulatedRuntime(lazy, Tracker(stop=False)), []
+    machine.launch("copy", lambda i: seen.append(i.tolist()), indices=(torch.tensor([1, 2]),))
+    machine.synchronize()
+    assert seen == [[1, 2]]
+    assert [type(report) for report in machine.tracker.reports] == [DeadIndex]
+
+
+# Rule 9: choices.
+
+
+def two_streams(driver):
+    machine = SimulatedRuntime(driver)
+    for stream in ("s", "t"):
+        with machine.stream(machine.Stream(stream)):
+            for number in range(2):
+                machine.launch(f"{stream}{number}", nothing)
+    machine.synchronize()
+    return [access.name for access in machine.history]
+
+
+@pytest.mark.parametrize(
+    ("choices", "order"),
+    [
+        ([], ["s0", "s1", "t0", "t1"]),
+        ([0, 0, 0, 0], ["s0", "s1", "t0", "t1"]),
+        # Nothing at the calls; then one of the ready streams at a time.
+        ([1, 1, 1, 1, 3, 3, 2, 2], ["t0", "t1", "s0", "s1"]),
+        ([1, 1, 1, 1, 2, 3, 2, 3], ["s0", "t0", "s1", "t1"]),
+        # At the fourth call: two launches, then no more.
+        ([1, 1, 1, 3, 2, 1, 3, 2], ["t0", "s0", "t1", "s1"]),
+    ],
+)
+def test_drawn_choices_pick_streams_and_zero_runs_everything(choices, order):
+    assert two_streams(drawn(choices)) == order
+
+
+def test_eager_runs_each_launch_at_its_call():
+    machine, out = SimulatedRuntime(eager), []
+    machine.launch("a", lambda: out.append("a"))
+    assert out == ["a"]
+
+
+def test_lazy_runs_only_what_the_host_waits_for(machine, ran):
+    streams = [machine.Stream(name) for name in "abc"]
+    for stream in streams:
+        with machine.stream(stream):
+            machine.launch(stream.name, nothing)
+    streams[2].wait_stream(streams[1])
+    streams[2].synchronize()
+    assert ran() == ["c", "b"]
+    machine.synchronize()
+    assert ran() == ["c", "b", "a"]
+
+
+# Rule 10: the pool says which tier a slot is of.
+
+
+def test_equal_slots_of_two_pools_are_different_cells(machine):
+    device, host = Pool(), Pool()
+    machine.launch("one", nothing, writes=cell(device))
+    with machine.stream(machine.Stream()):
+        machine.launch("two", nothing, writes=cell(host))
+    machine.synchronize()
+
+
+# Rule 11: the tracker is optional.
+
+
+def test_without_a_tracker_nothing_is_reported_and_regions_are_not_looked_at():
+    machine = SimulatedRuntime(lazy)
+    for _ in range(2):
+        with machine.stream(machine.Stream()):
+            machine.launch("write", lambda i: None, writes=[None], indices=(torch.zeros(1),))
+    machine.synchronize()
+
+
+def test_immediate_machine_has_the_whole_vocabulary():
+    machine, out = ImmediateRuntime(), []
+    stream, event = machine.Stream("s"), machine.Event()
+    with machine.stream(stream), machine.actor("io"), machine.Lock():
+        assert machine.current_stream() is stream
+        machine.launch("a", lambda i: out.append(i.tolist()), indices=(torch.tensor([1]),))
+        machine.launch_parts("b", [Part(lambda: out.append("b"), (), (), event)])
+    machine.host_access("c", lambda: out.append("c"))
+    assert out == [[1], "b", "c"]
+    assert machine.current_stream() is machine.default_stream()
+    event.record(stream)
+    event.wait()
+    stream.wait_event(event)
+    stream.wait_stream(machine.default_stream())
+    assert stream.record_event(event) is event
+    assert stream.record_event().query()
+    assert stream.query()
+    source, there, back = torch.tensor([1]), torch.zeros(1).long(), torch.zeros(1).long()
+    machine.h2d(there, source)
+    machine.d2h(back, there, pinned=True)
+    assert back.item() == 1
+    queue = machine.Queue()
+    queue.put(1)
+    assert queue.get_nowait() == 1
+    machine.record_stream(source, stream)
+    for wait in (event.synchronize, stream.synchronize, machine.host_sync, machine.synchronize):
+        wait()
