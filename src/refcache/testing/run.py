@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import Driver, Target, Violation
+from refcache.oracle import Driver, Target, Violation, resolve
+from refcache.oracle.planted import PlantedBug, active_bugs, smoke
 from refcache.testing.machines import Tally, machine_for
 from refcache.testing.registry import SUITES, Suite
 
 MAX_EXAMPLES = 100
+HUNT_EXAMPLES = 400
 STEPS = 30
 """Steps a case, at most."""
 
@@ -107,6 +109,52 @@ def run_suite(
     return SuiteResult(name, tally.cases, tally.steps, "ok")
 
 
+@dataclass(frozen=True)
+class Caught:
+    """What became of a planted bug.
+
+    Attributes:
+        by: id of the rule that caught it, or "" when it survived.
+        suite, cases, steps: the suite that ran, and how much of it was needed.
+        smoke: whether the smoke test passes with the bug, as it must.
+        used: how often the patched code was executed.
+        failure: what the suite printed.
+    """
+
+    bug: str
+    by: str
+    suite: str
+    cases: int
+    steps: int
+    smoke: bool
+    used: int
+    failure: Failure | None
+
+    @property
+    def counts(self) -> bool:
+        """Caught by a named rule, executed, and not seen by the smoke test."""
+        return self.smoke and self.used > 0 and self.by not in ("", "crash")
+
+
+def hunt(
+    bug: PlantedBug, *, seed: int = 0, max_examples: int = HUNT_EXAMPLES, shrink: bool = False
+) -> Caught:
+    """Run a planted bug's suite on the reference with the bug patched in."""
+    target = resolve("refcache")
+    with bug.active() as use:
+        try:
+            smoke(target)
+            passes = True
+        except Exception:
+            passes = False
+        use.count = 0
+        result = run_suite(bug.suite, target, max_examples=max_examples, seed=seed, shrink=shrink)
+    by = result.failure.rule if result.failure else ""
+    return Caught(
+        bug.name, by, bug.suite, result.cases, result.steps, passes, use.count, result.failure
+    )
+
+
 def _run(
     suite: Suite, target: Target, tally: Tally, max_examples: int, number: int, shrink: bool
 ) -> None:
@@ -131,16 +179,15 @@ def _run(
 def explain(violation: Violation, driver: Driver | None) -> Failure:
     """The failure for people: what was seen, the program, the state before and after."""
     parts = [str(violation)]
+    steps = violation.steps if driver is None else tuple(driver.program())
+    for bug in active_bugs():
+        steps = ("from refcache.oracle.planted import plant", f"plant({bug.name!r})", *steps)
     if driver is not None:
-        program = "\n".join(f"    {line}" for line in driver.program())
         before = driver.replay(driver.calls - 1).describe()
-        parts += [f"steps:\n{program}"]
+        parts += ["steps:\n" + "\n".join(f"    {line}" for line in steps)]
         parts += [f"before the last step:\n{_indent(before)}"]
         parts += [f"after it:\n{_indent(driver.describe())}"]
-    steps = driver.program() if driver is not None else violation.steps
-    return Failure(
-        violation.id, violation.sentence, violation.evidence, tuple(steps), "\n".join(parts)
-    )
+    return Failure(violation.id, violation.sentence, violation.evidence, steps, "\n".join(parts))
 
 
 def _indent(text: str) -> str:

@@ -1,0 +1,34 @@
+"""The planted bugs by name. See :mod:`refcache.oracle.planted.bug`."""
+
+from contextlib import ExitStack
+
+from refcache.errors import UnknownName
+from refcache.oracle.planted import allocator, tree
+from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
+from refcache.oracle.planted.smoke import smoke
+
+__all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "smoke"]
+
+_PLANTED = ExitStack()
+
+
+def all_bugs() -> tuple[PlantedBug, ...]:
+    """Every planted bug, part by part."""
+    return allocator.BUGS + tree.BUGS
+
+
+def find(name: str) -> PlantedBug:
+    """The bug of that name.
+
+    Raises:
+        UnknownName: there is none.
+    """
+    by_name = {bug.name: bug for bug in all_bugs()}
+    if name not in by_name:
+        raise UnknownName("planted bug", name, by_name)
+    return by_name[name]
+
+
+def plant(name: str) -> None:
+    """Patch a bug in for the rest of the process: the first line of a printed reproduction."""
+    _PLANTED.enter_context(find(name).active())

@@ -1,0 +1,54 @@
+"""A fixed smoke test of 20 calls, such as a project without property tests would have.
+
+A planted bug must pass it: a bug that any single use shows proves nothing about the suites.
+"""
+
+from array import array
+
+import torch
+
+from refcache.keys import TOKEN, RadixKey
+from refcache.oracle.request import Request
+from refcache.oracle.target import CacheConfig, Target
+from refcache.types import EvictParams, InsertParams, MatchPrefixParams
+
+
+def smoke(target: Target) -> None:
+    """Two sequences on an allocator, one prefix and one request on a tree, all with room to spare.
+
+    Raises:
+        AssertionError: an answer is not the expected one.
+    """
+    config = CacheConfig(page_size=2, size=64)
+    allocator = target.allocator(config)
+    one, two, ends, last = (torch.tensor([n]) for n in (0, 3, 4, -1))
+    slots = allocator.alloc_extend(one, one, two, two, last, 3)  # 1
+    assert len(slots) == 3
+    slots = torch.cat([slots, allocator.alloc_decode(ends, ends, slots[-1:])])  # 2
+    assert slots[-1] == slots[-2] + 1
+    assert allocator.available_size() == 60  # 3
+    allocator.free(slots)  # 4
+    assert allocator.available_size() == 64  # 5
+    allocator.free_group_begin()  # 6
+    allocator.free_group_end()  # 7
+
+    rows = target.req_to_token_pool(config)
+    tree = target.tree(config, allocator, rows)
+    key, longer = RadixKey([1, 2, 3, 4]), RadixKey([1, 2, 3, 4, 5, 6])
+    value = allocator.alloc(4)  # 8
+    assert tree.insert(InsertParams(key, value)).prefix_len == 0  # 9
+    found = tree.match_prefix(MatchPrefixParams(longer))  # 10
+    assert found.device_indices.tolist() == value.tolist()
+    assert tree.inc_lock_ref(found.last_device_node).delta == -4  # 11
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 0  # 12
+
+    req = Request("smoke", [1, 2, 3, 4, 5], None, 0)
+    rows.alloc([req])  # 13
+    rows.write((req.req_pool_idx, slice(0, 6)), torch.cat([value, allocator.alloc(2)]))  # 14, 15
+    req.cache_protected_len, req.last_node, req.computed = 4, found.last_device_node, 6
+    req.prefix_indices, req.output_ids = value, array(TOKEN, [6])
+    tree.cache_finished_req(req)  # 16
+    rows.free(req)  # 17
+    assert len(tree.match_prefix(MatchPrefixParams(longer)).device_indices) == 6  # 18
+    assert tree.evict(EvictParams(6)).num_tokens_evicted == 6  # 19
+    assert allocator.available_size() == 64  # 20
