@@ -2,14 +2,21 @@
 
 from refcache.reference.alloc import alloc_decode, alloc_extend, new_pages_needed
 from refcache.reference.layout import LAYOUTS, Layout
-from refcache.reference.transfer import backup_all_layer, load_per_layer
+from refcache.reference.transfer import (
+    FLAG_EPOCH,
+    backup_all_layer,
+    load_layers,
+    load_per_layer,
+)
 
 __all__ = [
+    "FLAG_EPOCH",
     "LAYOUTS",
     "Layout",
     "alloc_decode",
     "alloc_extend",
     "backup_all_layer",
+    "load_layers",
     "load_per_layer",
     "new_pages_needed",
 ]

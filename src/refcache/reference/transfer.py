@@ -8,14 +8,22 @@ merging transfers; no slot may appear twice on the written side. K and V (or MLA
 Buffers: ``host`` is one tensor a plane, in ``layout`` (see :mod:`refcache.reference.layout`).
 ``device`` is either the *stacked* form, one tensor ``[layer, slot, head, dim]`` a plane, or the
 *list* form, ``planes * layers`` tensors ``[slot, head, dim]``, plane-major.
+
+The buffers may be on different devices; each index tensor is moved to where it is needed, so these
+functions also serve where host memory cannot be read by a kernel (they block until the bytes are
+there).
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, InvalidSlot
 from refcache.reference.layout import Layout
+
+# By how much ``load_layers`` raises a layer's flag: more than the parts any launch is cut into, so
+# that a kernel can add it piece by piece and a half-done layer never reaches the next epoch.
+FLAG_EPOCH = 1 << 32
 
 
 def device_rows(
@@ -27,33 +35,77 @@ def device_rows(
     return device[plane * (len(device) // planes) + layer]
 
 
-def check_transfer(
-    host: Sequence[torch.Tensor],
-    device: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-) -> None:
-    """Raise InvalidArgument unless the arguments can be a transfer (shapes and dtypes only)."""
+def check_pairs(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    """Raise InvalidArgument unless the index tensors can be the pairs of a transfer."""
     for what, index in (("host_indices", host_indices), ("device_indices", device_indices)):
         if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
             raise InvalidArgument(
                 f"{what}: {index.dtype} of shape {tuple(index.shape)}; expected int32 or int64 [n]"
             )
-    if len(host_indices) != len(device_indices):
+    if host_indices.shape != device_indices.shape:
         raise InvalidArgument(
             f"{len(host_indices)} host_indices and {len(device_indices)} device_indices: "
             "expected as many of each"
         )
-    if not host or len(device) % len(host):
+
+
+def check_buffers(
+    host: Sequence[torch.Tensor],
+    device: Sequence[torch.Tensor],
+    page_size: int,
+    layout: str,
+    *,
+    one_layer: bool = False,
+) -> list[Layout]:
+    """The host layout of each plane, after a check of every buffer's dtype, shape and strides.
+
+    ``one_layer``: ``device`` may also be one layer's planes alone, ``[slot, head, dim]`` each.
+
+    Raises:
+        InvalidArgument, UnknownName: buffers that cannot hold the same rows.
+    """
+    layouts = [Layout.of_buffer(layout, buffer, page_size) for buffer in host]
+    if not layouts or not device or len(device) % len(layouts):
         raise InvalidArgument(
-            f"{len(device)} device buffers for {len(host)} host planes: expected one a plane, "
+            f"{len(device)} device buffers for {len(layouts)} host planes: expected one a plane, "
             "or one a plane and layer"
         )
-    for tensor in (*host, *device):
-        if tensor.dtype != host[0].dtype:
+    per_plane = len(device) // len(layouts)
+    for i, tensor in enumerate(device):
+        want = layouts[i // per_plane]
+        row = (want.head_num, want.head_dim)
+        if tensor.dtype != host[0].dtype or tensor.requires_grad:
             raise InvalidArgument(
-                f"buffers of {host[0].dtype} and {tensor.dtype}: expected one dtype"
+                f"device buffer {i} of {tensor.dtype}, requires_grad={tensor.requires_grad}: "
+                f"expected {host[0].dtype} as on the host, without grad"
             )
+        if tensor.dim() not in (3, 4) or tuple(tensor.shape[-2:]) != row:
+            raise InvalidArgument(
+                f"device buffer {i} of shape {tuple(tensor.shape)}: expected rows {row}, "
+                "as [layer, slot, head, dim] or [slot, head, dim]"
+            )
+        layers = tensor.shape[0] if tensor.dim() == 4 else per_plane
+        if layers != want.layer_num and not (one_layer and per_plane == 1 and tensor.dim() == 3):
+            raise InvalidArgument(
+                f"{layers} device layers for {want.layer_num} host layers: expected as many"
+            )
+        if tensor.stride()[-2:] != (row[1], 1):
+            raise InvalidArgument(
+                f"device buffer {i} with strides {tensor.stride()}: expected contiguous rows"
+            )
+    if any(buffer.dtype != host[0].dtype or buffer.requires_grad for buffer in host):
+        raise InvalidArgument(f"host buffers of {[b.dtype for b in host]}: expected one dtype")
+    if len({where.size for where in layouts}) != 1:
+        raise InvalidArgument(f"host planes of {[w.size for w in layouts]} slots: expected as many")
+    return layouts
+
+
+def _slots(index: torch.Tensor, size: int, what: str) -> torch.Tensor:
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise InvalidSlot(
+            f"{what} from {int(index.min())} to {int(index.max())}: expected 0 to {size - 1}"
+        )
+    return index.to(torch.int64)
 
 
 def backup_all_layer(
@@ -70,16 +122,17 @@ def backup_all_layer(
 
     Raises:
         InvalidArgument, UnknownName: shapes, dtypes or layout that do not fit.
+        InvalidSlot: a slot out of range.
     """
-    check_transfer(host, device, host_indices, device_indices)
-    to, source = host_indices.long(), device_indices.long()
-    for plane, buffer in enumerate(host):
-        where = Layout.of_buffer(layout, buffer, page_size)
+    check_pairs(host_indices, device_indices)
+    layouts = check_buffers(host, device, page_size, layout)
+    to = _slots(host_indices, layouts[0].size, "host_indices").to(host[0].device)
+    source = _slots(device_indices, device[0].shape[-3], "device_indices").to(device[0].device)
+    for plane, where in enumerate(layouts):
         for layer in range(where.layer_num):
-            rows = device_rows(device, len(host), plane, layer)
-            where.rows(buffer, layer)[to // page_size, to % page_size] = rows[source].to(
-                buffer.device
-            )
+            rows = device_rows(device, len(host), plane, layer)[source]
+            target = where.rows(host[plane], layer)
+            target[to // page_size, to % page_size] = rows.to(target.device)
 
 
 def load_per_layer(
@@ -97,16 +150,62 @@ def load_per_layer(
     (``[slot, head, dim]``, one a plane). ``layer_id`` counts from 0 in this pool.
 
     Raises:
-        InvalidArgument, UnknownName: shapes, dtypes or layout that do not fit.
+        InvalidArgument, UnknownName, InvalidSlot: as :func:`backup_all_layer`.
     """
-    check_transfer(host, device, host_indices, device_indices)
-    source, to = host_indices.long(), device_indices.long()
+    check_pairs(host_indices, device_indices)
+    layouts = check_buffers(host, device, page_size, layout, one_layer=True)
+    check_layers(layer_id, 1, layouts[0].layer_num)
+    source = _slots(host_indices, layouts[0].size, "host_indices").to(host[0].device)
+    to = _slots(device_indices, device[0].shape[-3], "device_indices").to(device[0].device)
     alone = len(device) == len(host) and device[0].dim() == 3
-    for plane, buffer in enumerate(host):
-        where = Layout.of_buffer(layout, buffer, page_size)
-        if not 0 <= layer_id < where.layer_num:
-            raise InvalidArgument(f"layer_id={layer_id}: expected 0 to {where.layer_num - 1}")
-        rows = device[plane] if alone else device_rows(device, len(host), plane, layer_id)
-        rows[to] = where.rows(buffer, layer_id)[source // page_size, source % page_size].to(
-            rows.device
+    for plane, where in enumerate(layouts):
+        rows = where.rows(host[plane], layer_id)[source // page_size, source % page_size]
+        target = device[plane] if alone else device_rows(device, len(host), plane, layer_id)
+        target[to] = rows.to(target.device)
+
+
+def load_layers(
+    device: Sequence[torch.Tensor],
+    host: Sequence[torch.Tensor],
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_flags: torch.Tensor,
+    first_layer: int,
+    layer_num: int,
+    page_size: int,
+    layout: str,
+) -> None:
+    """:func:`load_per_layer` for ``layer_num`` layers from ``first_layer`` on, each one announced.
+
+    When layer ``l`` has arrived, ``layer_flags[l]`` (int64, one a layer of the pool, on the
+    device) has grown by ``FLAG_EPOCH``. It is never reset: whoever waits for the k-th load through
+    a set of flags waits for ``k * FLAG_EPOCH``, which no earlier load can satisfy.
+
+    Raises:
+        InvalidArgument, UnknownName, InvalidSlot: as :func:`backup_all_layer`.
+    """
+    layouts = check_buffers(host, device, page_size, layout)
+    check_layers(first_layer, layer_num, layouts[0].layer_num)
+    check_flags(layer_flags, layouts[0].layer_num)
+    for layer in range(first_layer, first_layer + layer_num):
+        load_per_layer(device, host, host_indices, device_indices, layer, page_size, layout)
+        layer_flags[layer] += FLAG_EPOCH
+
+
+def check_layers(first: int, count: int, layer_num: int) -> None:
+    """Raise InvalidArgument unless layers first .. first + count - 1 exist."""
+    if not 0 <= first <= first + count <= layer_num or count < 0:
+        raise InvalidArgument(
+            f"{count} layers from layer_id={first} on: expected some of 0 to {layer_num - 1}"
         )
+
+
+def check_flags(layer_flags: torch.Tensor, layer_num: int) -> None:
+    """Raise InvalidArgument unless ``layer_flags`` is contiguous int64 ``[layer_num]``."""
+    if layer_flags.shape != (layer_num,) or layer_flags.dtype != torch.int64:
+        raise InvalidArgument(
+            f"layer_flags: {layer_flags.dtype} of shape {tuple(layer_flags.shape)}; "
+            f"expected int64 {[layer_num]}"
+        )
+    if not layer_flags.is_contiguous():
+        raise InvalidArgument("layer_flags that is not contiguous: expected contiguous memory")

@@ -1,0 +1,74 @@
+"""The kernel of ``alloc_decode``.
+
+A program places ``ROWS`` requests: it counts the pages that the requests before them open, in
+blocks of a fixed size, and numbers its own with a running sum. Nothing depends on the batch at
+compile time: one compilation a page size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from refcache_ops._launch import launch
+
+BATCH_BLOCK = 1024  # earlier requests counted at once
+ROWS = 128  # requests a program
+
+
+@triton.jit(
+    do_not_specialize=["batch", "free"],
+    do_not_specialize_on_alignment=["seq_lens", "last_loc", "free_pages", "out"],
+)
+def alloc_decode_kernel(  # type: ignore[no-untyped-def]
+    seq_lens,
+    last_loc,
+    free_pages,
+    out,
+    batch: tl.int64,
+    free: tl.int64,
+    PAGE: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid (rows / ROWS,); ``free`` entries in the free list."""
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    live = row < batch
+    opens = live & ((tl.load(seq_lens + row, mask=live, other=0) - 1) % PAGE == 0)
+    last = tl.load(last_loc + row, mask=live, other=0).to(tl.int64)
+
+    opened_before = tl.zeros((), tl.int64)
+    start = first * 0
+    while start < first:
+        i = start + tl.arange(0, BATCH_BLOCK)
+        earlier = i < first
+        lens = tl.load(seq_lens + i, mask=earlier, other=0)
+        opened_before += tl.sum((earlier & ((lens - 1) % PAGE == 0)).to(tl.int64))
+        start += BATCH_BLOCK
+
+    entry = opened_before + tl.cumsum(opens.to(tl.int32)) - 1
+    page = tl.load(free_pages + entry, mask=opens & (entry < free), other=-1).to(tl.int64)
+    slot = tl.where(opens, tl.where(page < 0, -1, page * PAGE), last + 1)
+    tl.store(out + row, slot, mask=live)
+
+
+def run(
+    seq_lens: torch.Tensor, last_loc: torch.Tensor, free_pages: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Launch the kernel; arguments and result as the op's."""
+    batch = seq_lens.numel()
+    out = torch.empty(batch, dtype=torch.int64, device=seq_lens.device)
+    if batch == 0:
+        return out
+    launch(
+        alloc_decode_kernel,
+        (-(-batch // ROWS), 1),
+        (page_size, seq_lens.dtype, last_loc.dtype, free_pages.dtype),
+        out.device,
+        (
+            seq_lens, last_loc, free_pages, out,
+            batch, free_pages.numel(), page_size, BATCH_BLOCK, ROWS,
+        ),
+        num_warps=4,
+    )  # fmt: skip
+    return out

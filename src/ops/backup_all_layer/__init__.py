@@ -1,0 +1,1 @@
+"""``torch.ops.refcache.backup_all_layer``: rows of every layer, device to host."""

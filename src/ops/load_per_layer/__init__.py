@@ -1,0 +1,1 @@
+"""``torch.ops.refcache.load_per_layer``: rows of one layer, host to device."""

@@ -1,0 +1,291 @@
+"""Valid inputs of the ops, and the check that an implementation gives the reference's bytes.
+
+A case is data: shapes, dtypes, pairs of slots. :func:`transfer_errors` builds its buffers inside
+larger guarded ones, runs an implementation and the reference on equal copies, and compares *every*
+byte: the rows that move, the source, the bystanders, the guards. :func:`alloc_errors` does the same
+for slots, with the free list inside a larger buffer, so that a read past its end shows.
+
+Used by the tests of ``refcache_ops`` on the CPU and on a card, and by the transfer suite for other
+people's functions. Cases are drawn from a seeded ``random.Random``.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from refcache.reference import alloc, transfer
+from refcache.reference.layout import LAYOUTS, Layout
+
+OPS = ("backup_all_layer", "load_per_layer", "load_layers")
+FORMS = ("stacked", "list", "one_layer")
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+)
+GUARD = 64  # bytes before and after each buffer
+
+
+@dataclass(frozen=True)
+class TransferCase:
+    """One call of a transfer op.
+
+    Attributes:
+        op: one of ``OPS``.
+        form: of ``device``: one of ``FORMS`` ("one_layer" for ``load_per_layer`` only).
+        heads: (head_num, head_dim) of each plane.
+        pairs: (host slot, device slot), distinct on both sides.
+        layers: (first, count): ``load_per_layer`` moves ``first``, ``backup_all_layer`` moves all.
+        shift: elements by which every buffer is displaced from a 64-byte boundary.
+        max_programs: passed on; 0 is no cap.
+    """
+
+    op: str = "backup_all_layer"
+    layout: str = "layer_first"
+    page_size: int = 4
+    layer_num: int = 2
+    heads: tuple[tuple[int, int], ...] = ((2, 8), (2, 8))
+    dtype: torch.dtype = torch.bfloat16
+    index_dtype: torch.dtype = torch.int64
+    form: str = "stacked"
+    host_pages: int = 4
+    device_pages: int = 3
+    pairs: tuple[tuple[int, int], ...] = ((0, 4), (1, 5), (2, 6), (3, 7))
+    layers: tuple[int, int] = (0, 2)
+    shift: int = 0
+    max_programs: int = 0
+    seed: int = 0
+
+    def layout_of(self, plane: int) -> Layout:
+        """The host layout of a plane."""
+        heads, dim = self.heads[plane]
+        size = self.host_pages * self.page_size
+        return Layout.of(self.layout, size, self.page_size, self.layer_num, heads, dim)
+
+
+@dataclass
+class Buffers:
+    """The tensors of a case. ``raw``: the guarded bytes they are views of, host planes first."""
+
+    raw: list[torch.Tensor]
+    host: list[torch.Tensor]
+    device: list[torch.Tensor]
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    flags: torch.Tensor
+
+
+@dataclass
+class Placement:
+    """Where a case's tensors live. ``host`` makes host memory out of a uint8 CPU tensor."""
+
+    device: str = "cpu"
+    host: Callable[[torch.Tensor], torch.Tensor] = field(default=torch.clone)
+
+
+def random_case(rng: random.Random, **fixed: Any) -> TransferCase:
+    """A small valid case; ``fixed`` sets attributes."""
+    op = fixed.get("op") or rng.choice(OPS)
+    page = fixed.get("page_size") or rng.choice((1, 1, 2, 3, 4, 8))
+    planes = rng.choice((1, 2, 2, 3))
+    widths = (1, 2, 5, 8, 16, 33)
+    heads = tuple((rng.choice((1, 1, 2, 3)), rng.choice(widths)) for _ in range(planes))
+    host_pages, device_pages = rng.randint(2, 5), rng.randint(2, 4)
+    host, device = list(range(host_pages * page)), list(range(device_pages * page))
+    count = rng.choice((0, 1, page, rng.randint(0, min(len(host), len(device)))))
+    if rng.random() < 0.3:  # whole pages, in any order
+        order = rng.sample(range(host_pages), host_pages)
+        host = [p * page + i for p in order for i in range(page)]
+    else:  # fragments
+        rng.shuffle(host)
+        rng.shuffle(device)
+    layer_num = rng.randint(1, 3)
+    first = rng.randrange(layer_num)
+    case = TransferCase(
+        op=op,
+        layout=rng.choice(tuple(LAYOUTS)),
+        page_size=page,
+        layer_num=layer_num,
+        heads=heads,
+        dtype=rng.choice(DTYPES),
+        index_dtype=rng.choice((torch.int32, torch.int64)),
+        form=rng.choice(FORMS if op == "load_per_layer" else FORMS[:2]),
+        host_pages=host_pages,
+        device_pages=device_pages,
+        pairs=tuple(zip(host[:count], device[:count], strict=False)),
+        layers=(first, rng.randint(0, layer_num - first)),
+        shift=rng.choice((0, 0, 1, 4)),
+        max_programs=rng.choice((0, 0, 1, 2)),
+        seed=rng.randrange(2**31),
+    )
+    return replace(case, **fixed)
+
+
+def row_bytes_cases(op: str = "backup_all_layer") -> Iterator[TransferCase]:
+    """Rows of 4 to 2048 bytes and odd head counts: multiples of 16 bytes and not."""
+    for width in (4, 16, 132, 576, 656, 1152, 1280, 2048):
+        yield TransferCase(op=op, heads=((1, width),), dtype=torch.uint8, page_size=2, pairs=PAIRS)
+    for heads in (1, 3, 5, 7):
+        for layout in LAYOUTS:
+            yield TransferCase(
+                op=op, heads=((heads, 24), (heads, 6)), layout=layout, page_size=2, pairs=PAIRS
+            )
+
+
+PAIRS = ((3, 1), (0, 5), (6, 2))
+
+
+def build(case: TransferCase, place: Placement | None = None) -> Buffers:
+    """The tensors of a case, with seeded random bytes in every buffer and guard."""
+    place = place or Placement()
+    generator = torch.Generator().manual_seed(case.seed)
+    item = case.dtype.itemsize
+    raw: list[torch.Tensor] = []
+
+    def buffer(shape: Sequence[int], on_host: bool) -> torch.Tensor:
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        length = 2 * GUARD + (numel + case.shift) * item
+        content = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+        raw.append(place.host(content) if on_host else content.to(place.device))
+        start = GUARD + case.shift * item
+        return raw[-1][start : start + numel * item].view(case.dtype).view(shape)
+
+    planes = range(len(case.heads))
+    slots = case.device_pages * case.page_size
+    host = [buffer(case.layout_of(p).shape, True) for p in planes]
+    device: list[torch.Tensor] = []
+    for heads, dim in case.heads:
+        if case.form == "stacked":
+            device.append(buffer((case.layer_num, slots, heads, dim), False))
+        else:
+            count = 1 if case.form == "one_layer" else case.layer_num
+            device.extend(buffer((slots, heads, dim), False) for _ in range(count))
+    flags = torch.arange(case.layer_num).to(place.device) * transfer.FLAG_EPOCH
+    indices = []
+    for side, extent in ((0, case.host_pages * case.page_size), (1, slots)):
+        # More slots follow in memory: whoever reads past the end moves rows that must stay.
+        index = torch.randint(0, extent, (len(case.pairs) + 64,), generator=generator)
+        index[: len(case.pairs)] = torch.tensor([p[side] for p in case.pairs], dtype=torch.int64)
+        indices.append(index.to(case.index_dtype).to(place.device)[: len(case.pairs)])
+    return Buffers(raw, host, device, indices[0], indices[1], flags)
+
+
+def call(case: TransferCase, on: Buffers, ops: Any) -> None:
+    """Call the case's op, an attribute of ``ops`` with the reference's signature."""
+    pairs = (on.host_indices, on.device_indices)
+    where = (case.page_size, case.layout)
+    options = {} if ops is transfer else {"max_programs": case.max_programs}
+    if case.op == "backup_all_layer":
+        ops.backup_all_layer(on.host, on.device, *pairs, *where, **options)
+    elif case.op == "load_per_layer":
+        ops.load_per_layer(on.device, on.host, *pairs, case.layers[0], *where, **options)
+    else:
+        ops.load_layers(on.device, on.host, *pairs, on.flags, *case.layers, *where, **options)
+
+
+def transfer_errors(
+    case: TransferCase, ops: Any, place: Placement | None = None, settle: Callable[[], Any] = int
+) -> list[str]:
+    """What is wrong with the bytes that ``ops`` leaves behind; empty when all are right.
+
+    Args:
+        ops: has the op as an attribute, with the reference's signature plus ``max_programs``.
+        settle: called after the op; waits until its bytes have arrived.
+    """
+    want, got = build(case), build(case, place)
+    call(case, want, transfer)
+    call(case, got, ops)
+    settle()
+    errors = []
+    for i, (expected, seen) in enumerate(zip(want.raw, got.raw, strict=True)):
+        wrong = (expected != seen.cpu()).nonzero().flatten()
+        if len(wrong):
+            errors.append(f"{_place(case, i, int(wrong[0]))}, {len(wrong)} bytes in all: {case}")
+    if not torch.equal(want.flags, got.flags.cpu()):
+        errors.append(f"flags {got.flags.tolist()}, but should be {want.flags.tolist()}: {case}")
+    return errors
+
+
+def _place(case: TransferCase, buffer: int, byte: int) -> str:
+    """Name the first wrong byte: which buffer, and which (layer, slot) of it."""
+    at = (byte - GUARD) // case.dtype.itemsize - case.shift
+    planes = len(case.heads)
+    tier, plane = ("host", buffer) if buffer < planes else ("device", buffer - planes)
+    if tier == "host":
+        where = case.layout_of(plane)
+        for slot in range(where.size):
+            for layer in range(where.layer_num):
+                for head in range(where.head_num):
+                    if 0 <= at - where.offset(slot, layer, head) < where.head_dim:
+                        return f"wrong bytes in host plane {plane}, {slot=}, {layer=}, {head=}"
+        return f"wrong bytes in a guard of host plane {plane}"
+    per_plane = (len(case.heads) and case.layer_num) if case.form == "list" else 1
+    heads, dim = case.heads[plane // per_plane]
+    slots = case.device_pages * case.page_size
+    layers = case.layer_num if case.form == "stacked" else 1
+    if not 0 <= at < layers * slots * heads * dim:
+        return f"wrong bytes in a guard of device buffer {plane}"
+    layer, slot = divmod(at // (heads * dim), slots)
+    return f"wrong bytes in device buffer {plane}, {layer=} of it, {slot=}"
+
+
+@dataclass(frozen=True)
+class AllocCase:
+    """One call of ``alloc_extend`` (or, with ``prefix`` None, of ``alloc_decode``)."""
+
+    seq: tuple[int, ...]
+    prefix: tuple[int, ...] | None
+    last: tuple[int, ...]
+    free: tuple[int, ...]
+    page_size: int
+    dtype: torch.dtype = torch.int64
+
+    @property
+    def growth(self) -> int:
+        """Slots that ``alloc_extend`` returns."""
+        return sum(self.seq) - sum(self.prefix or ())
+
+
+def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> AllocCase:
+    """A consistent case; sometimes with too short a free list, sometimes nothing to extend."""
+    page = rng.choice((1, 2, 3, 4, 16, 64))
+    count = rng.randint(0, batch)
+    near = [0, 1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 3 * page + 1]
+    prefix = [rng.choice((*near, rng.randint(0, tokens))) for _ in range(count)]
+    decode = rng.random() < 0.4
+    seq = [p + (1 if decode else rng.choice((0, *near, rng.randint(0, tokens)))) for p in prefix]
+    needed = sum(-(-s // page) + -p // page for s, p in zip(seq, prefix, strict=True))
+    pages = rng.sample(range(1, 1000), count + needed + 3)
+    last = [q * page + (p - 1) % page if p else -1 for q, p in zip(pages, prefix, strict=False)]
+    free = pages[count:][: rng.choice((needed, needed + 3, rng.randint(0, needed)))]
+    dtype = rng.choice((torch.int32, torch.int64))
+    return AllocCase(
+        tuple(seq), None if decode else tuple(prefix), tuple(last), tuple(free), page, dtype
+    )
+
+
+def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
+    """What is wrong with the slots that ``ops`` returns; empty when they are the reference's."""
+    seq, last = torch.tensor(case.seq, dtype=case.dtype), torch.tensor(case.last, dtype=case.dtype)
+    beyond = torch.tensor([900_000, *case.free, *[990_000] * 8], dtype=case.dtype).to(device)
+    free = beyond[1 : 1 + len(case.free)]
+    if case.prefix is None:
+        want = alloc.alloc_decode(seq, last, free.cpu(), case.page_size)
+        got = ops.alloc_decode(seq.to(device), last.to(device), free, case.page_size)
+    else:
+        prefix = torch.tensor(case.prefix, dtype=case.dtype)
+        size, growth = case.page_size, case.growth
+        want = alloc.alloc_extend(prefix, seq, last, free.cpu(), size, growth)
+        moved = [t.to(device) for t in (prefix, seq, last)]
+        got = ops.alloc_extend(*moved, free, size, growth)
+    if got.dtype != torch.int64 or got.tolist() != want.tolist():
+        return [f"slots {got.dtype} {got.tolist()}, but should be {want.tolist()}: {case}"]
+    return []
