@@ -1,9 +1,11 @@
 """The rules by name: every id a check can report, and its sentence.
 
-Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages,
-R request rows, C content, M match and insert, E eviction, AL allocation, N names and events, Z
-whole operations. Functions of the inspected state are in :mod:`refcache.oracle.invariants`; rules
-about one call are checked by the drivers that make the call.
+Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
+request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
+slots, X copies in flight, Q and B load-back, W writes to the host, Z whole operations. Functions of
+the inspected state are in :mod:`refcache.oracle.invariants` and
+:mod:`refcache.oracle.host_invariants`; rules about one call are checked by the drivers that make
+the call.
 """
 
 from refcache.errors import UnknownName
@@ -48,6 +50,23 @@ SENTENCES: dict[str, str] = {
     "N1": "a page keeps one hash for life, and two different prefixes never share one",
     "N2": "replaying the KV events gives the pages that are cached; parents come before children, "
     "removals after stores",
+    "T3": "under write-through, a node on the host has its parent on the host",
+    "A4": "the evictable host leaves are the unlocked nodes on the host only, without a child on "
+    "the host",
+    "L3": "a node counts one use of its host slots for each copy in flight that uses them",
+    "L6": "once every copy is done and one step has polled, no transfer holds a lock",
+    "H1": "each host slot has exactly one owner: free, or one node",
+    "H2": "a node's host slots, cut by page, are aligned ascending pages",
+    "C2": "when no copy runs, each host slot of a node holds the KV of the node's own prefix",
+    "X1": "the host slots of a queued or running copy keep their owner until it is acknowledged",
+    "X2": "the device pages of a queued or running copy keep their owner until it is acknowledged",
+    "X5": "two accesses to one slot, one of them a write, are ordered by streams and events",
+    "LIFE": "an index tensor outlives the launches that read it",
+    "Q1": "a load-back takes all of the host hit or nothing, within its threshold and quota",
+    "Q2": "a load-back is not refused when threshold, quota and memory allow it",
+    "B1": "without a load the last node is the last one on the device",
+    "W1": "under write-through, enough hits mean a host copy unless there was no room, and a host "
+    "copy means enough hits",
     "Z1": "reset leaves the cache empty and every page free",
     "Z3": "an operation that fails or is refused leaves the state as it was",
     "PROGRESS": "each step of the loop computes tokens or finishes a request, until all have",

@@ -27,13 +27,14 @@ class Driver:
     """Base of the drivers. ``calls`` counts the logged calls; ``log`` is the program."""
 
     needs: frozenset[str] = frozenset()
+    Config: type[CacheConfig] = CacheConfig
 
     def __init__(self, target: Target, **config: Any) -> None:
         self.target = target
-        self.config = CacheConfig(**config)
+        self.config = self.Config(**config)
         given = "".join(
             f", {f.name}={getattr(self.config, f.name)!r}"
-            for f in fields(CacheConfig)
+            for f in fields(self.Config)
             if getattr(self.config, f.name) != f.default
         )
         self.log = [f"d = {type(self).__name__}(resolve({target.name!r}){given})"]
@@ -94,7 +95,7 @@ class Driver:
     def replay(self, steps: int) -> "Driver":
         """A fresh driver after the first ``steps`` calls of this one's log."""
         fresh = type(self)(
-            self.target, **{f.name: getattr(self.config, f.name) for f in fields(CacheConfig)}
+            self.target, **{f.name: getattr(self.config, f.name) for f in fields(self.Config)}
         )
         for name, args, kwargs in self.call_log[:steps]:
             getattr(fresh, name)(*args, **kwargs)

@@ -8,22 +8,25 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``inspect``: :meth:`Target.inspect` shows the nodes of a tree, for deeper checks;
 * ``events``: the tree emits KV events (``take_events``);
 * ``minimal_evict``: ``evict`` stops as soon as enough is free;
+* ``hicache``: :meth:`Target.hicache` makes a two-tier cache on a simulated machine;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
+from refcache.oracle.host_view import HostView
 from refcache.oracle.view import TreeView
-from refcache.types import EvictParams, InsertParams, MatchPrefixParams
+from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 CAPABILITIES = frozenset(
-    {"allocator", "tree", "inspect", "events", "minimal_evict", "refuses_misuse"}
+    {"allocator", "tree", "inspect", "events", "minimal_evict", "hicache", "refuses_misuse"}
 )
 BUILT_IN = {
     "refcache": "refcache.oracle.targets:RefcacheTarget",
@@ -71,6 +74,7 @@ class Target:
     MatchPrefixParams: Any = MatchPrefixParams
     InsertParams: Any = InsertParams
     EvictParams: Any = EvictParams
+    InitLoadBackParams: Any = InitLoadBackParams
 
     def allocator(self, config: CacheConfig) -> Any:
         """A fresh allocator of ``config.size`` tokens, all free."""
@@ -88,6 +92,26 @@ class Target:
 
     def inspect(self, tree: Any) -> TreeView:
         """The nodes of ``tree`` (capability ``inspect``)."""
+        raise NotImplementedError
+
+    def hicache(
+        self, config: Any, runtime: Any, forward_stream: Any, wrap: Callable[[Any], Any]
+    ) -> Any:
+        """A fresh two-tier cache (capability ``hicache``).
+
+        Args:
+            config: a :class:`refcache.oracle.hicache_driver.HiCacheConfig`.
+            runtime: the simulated machine; all copies are launches on it.
+            forward_stream: where forwards will run.
+            wrap: to be applied to the allocator before anything is built over it.
+
+        Returns:
+            A :class:`refcache.oracle.hicache_driver.HiCacheParts`; its pool holds int64 elements.
+        """
+        raise NotImplementedError
+
+    def inspect_host(self, tree: Any) -> HostView:
+        """The host tier of ``tree`` (capability ``hicache``)."""
         raise NotImplementedError
 
     def lacks(self, needs: frozenset[str]) -> list[str]:

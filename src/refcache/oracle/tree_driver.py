@@ -43,15 +43,20 @@ class TreeDriver(Driver):
         c = self.config
         self.page_size = c.page_size
         self.ledger = Ledger(c.pages, c.page_size, self.note)
-        self.allocator = RecordingAllocator(self.on_target(target.allocator, c), self.ledger)
-        self.rows = self.on_target(target.req_to_token_pool, c)
-        self.tree = self.on_target(target.tree, c, self.allocator, self.rows)
+        self.build()
         self.requests: list[Request] = []
         self.holds: list[tuple[Any, Prefix]] = []
         self.kv: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.events = EventReplay() if c.enable_kv_cache_events else None
         self._names = 0
         self.check()
+
+    def build(self) -> None:
+        """Make what is on trial: ``allocator``, ``rows`` and ``tree``."""
+        c, target = self.config, self.target
+        self.allocator = RecordingAllocator(self.on_target(target.allocator, c), self.ledger)
+        self.rows = self.on_target(target.req_to_token_pool, c)
+        self.tree = self.on_target(target.tree, c, self.allocator, self.rows)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -75,13 +80,9 @@ class TreeDriver(Driver):
         req = Request(f"request {self._names}", tokens, extra_key, priority)
         self._names += 1
         found = self._match(tokens[:-1], extra_key)
-        slots = found.device_indices
+        req.last_node, slots = self._bring(found, tokens[:-1], extra_key)
         prefix = (extra_key, self._elements(tokens[:-1])[: len(slots)])
-        req.last_node, req.cache_protected_len, req.prefix_indices = (
-            found.last_device_node,
-            len(slots),
-            slots,
-        )
+        req.cache_protected_len, req.prefix_indices = len(slots), slots
         self._lock(req.last_node, prefix)
         self.on_target(self.rows.alloc, [req])
         self._write(req, 0, slots)
@@ -196,8 +197,7 @@ class TreeDriver(Driver):
         if slots is None:
             return
         tokens = tuple(tokens[: len(elements) + self.config.is_eagle])
-        for position, slot in enumerate(slots):
-            self.kv[slot] = (extra_key, tokens[: position + 1])
+        self._write_kv(slots, 0, tokens, extra_key)
         prefix = (extra_key, elements)
         known = len(self.ledger.longest(prefix)[1])
         value = torch.tensor(slots)
@@ -432,7 +432,7 @@ class TreeDriver(Driver):
         left = [p for p in self.ledger.cached if p not in locked]
         if freed < num_tokens and left:
             self.require(
-                self._evictable() == 0,
+                self._evictable() == 0 or self._must_stay(),
                 "E3",
                 f"evict({num_tokens}) freed {freed} although {list(left[0][1])} is not locked",
             )
@@ -443,15 +443,29 @@ class TreeDriver(Driver):
                 f"evict({num_tokens}) freed {freed}, the last {calls[-1] * size} for nothing",
             )
 
+    def _must_stay(self) -> bool:
+        """Whether everything that is still evictable may not be evicted."""
+        return False
+
     def _forward(self, req: Request, end: int) -> None:
         """Read every slot before, write the new ones."""
         self._read_check(req)
-        tokens = req.tokens
-        row = self._row(req)
-        for position in range(req.computed, end):
-            self.kv[row[position]] = (req.extra_key, tokens[: position + 1])
+        self._write_kv(self._row(req)[:end], req.computed, req.tokens, req.extra_key)
         req.computed = end
         req.pending = True
+
+    def _write_kv(
+        self, row: list[int], start: int, tokens: tuple[int, ...], extra_key: str | None
+    ) -> None:
+        """The KV of tokens ``start ...`` goes into the slots of ``row``."""
+        for position in range(start, len(row)):
+            self.kv[row[position]] = (extra_key, tokens[: position + 1])
+
+    def _bring(
+        self, found: Any, tokens: Sequence[int], extra_key: str | None
+    ) -> tuple[Any, torch.Tensor]:
+        """What a request reuses of a match: the handle to lock, and the device slots."""
+        return found.last_device_node, found.device_indices
 
     def _read_check(self, req: Request) -> None:
         tokens = req.tokens
@@ -562,8 +576,16 @@ class TreeDriver(Driver):
             self.on_target(self.allocator.free, torch.tensor(slots))
 
     def _row(self, req: Request) -> list[int]:
-        row: list[int] = self.rows.req_to_token[req.req_pool_idx, : req.allocated].tolist()
+        row: list[int] = self._row_slots(req).tolist()
         return row
+
+    def _row_slots(self, req: Request) -> torch.Tensor:
+        slots: torch.Tensor = self.rows.req_to_token[req.req_pool_idx, : req.allocated]
+        return slots
+
+    def _holders(self) -> list[Any]:
+        """Every handle that is locked, one entry a lock."""
+        return [handle for handle, _ in self.ledger.holders]
 
     def _write(self, req: Request, start: int, slots: torch.Tensor) -> None:
         self.on_target(self.rows.write, (req.req_pool_idx, slice(start, start + len(slots))), slots)
@@ -597,7 +619,8 @@ class TreeDriver(Driver):
             f"{evictable} evictable + {protected} protected, {total} in all, but {cached} tokens "
             "are cached",
         )
-        fits = protected >= locked if self.ledger.holders and locked else protected == 0
+        held = locked or len(self._holders()) > len(self.ledger.holders)
+        fits = protected >= locked if held else protected == 0
         self.require(
             fits, "A2", f"protected_size() = {protected}, but holders lock {locked} tokens"
         )
@@ -616,11 +639,11 @@ class TreeDriver(Driver):
             pages=self.config.pages,
             free=self.ledger.free,
             queued=self.ledger.queued or (),
-            holders=[handle for handle, _ in self.ledger.holders],
+            holders=self._holders(),
             requests=[
                 RequestView(
                     req.rid,
-                    self.rows.req_to_token[req.req_pool_idx, : req.allocated],
+                    self._row_slots(req),
                     req.cache_protected_len,
                     req.last_node,
                     req.req_pool_idx,

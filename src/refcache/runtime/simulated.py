@@ -178,6 +178,12 @@ class SimulatedRuntime:
         """The streams whose next launch may run now."""
         return [stream for stream in self._streams if self._head(stream) is not None]
 
+    def run_next(self, stream: SimulatedStream) -> None:
+        """Run the next launch of ``stream``, one of :meth:`runnable`."""
+        if self._head(stream) is None:
+            raise InvalidArgument(f"{stream}: expected one that has a launch which may run")
+        self._run(stream)
+
     def _next_actor(self) -> int:
         self._actors += 1
         return self._actors
@@ -201,8 +207,9 @@ class SimulatedRuntime:
         late: list[Touch] = []
         held: list[Held] | tuple[torch.Tensor, ...] = indices
         if self.tracker is not None:
-            late = self.tracker.issue(access, reads, writes)
             held = [Held(tensor) for tensor in indices]
+            by_id = {id(tensor): one for tensor, one in zip(indices, held, strict=True)}
+            late = self.tracker.issue(access, reads, writes, by_id)
         stream.queue.append(Launch(access, fn, late, held))
         self._pending += 1
 
@@ -301,8 +308,8 @@ class SimulatedRuntime:
         access = launch.access
         indices: Iterable[Any] = launch.indices
         if self.tracker is not None:
-            self.tracker.check(access, launch.late)
             indices = self.tracker.indices(access, launch.indices)  # type: ignore[arg-type]
+            self.tracker.check(access, launch.late)
         self._running = access
         try:
             launch.fn(*indices)

@@ -9,12 +9,21 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from refcache.types import EVICTION_POLICIES
+from refcache.reference import LAYOUTS
+from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
 PAGE_SIZES = (1, 2, 4)
 
 token = st.integers(0, 2)
-prompts = st.lists(token, min_size=2, max_size=15).map(tuple)
+_fresh = st.lists(token, min_size=2, max_size=15).map(tuple)
+_shared = st.builds(
+    lambda prompt, cut, tail: prompt[:cut] + tuple(tail),
+    st.sampled_from([(0,) * 12, (0, 1) * 6, (0, 0, 1, 2) * 3]),
+    st.integers(2, 12),
+    st.lists(token, max_size=3),
+)
+prompts = st.one_of(_fresh, _shared)
+"""Prompts of 2 to 15 tokens; half of them start like one of three system prompts."""
 namespaces = st.sampled_from([None, None, "a"])
 chunks = st.sampled_from([None, None, 1, 2, 3, 4, 6])
 priorities = st.integers(0, 2)
@@ -35,9 +44,9 @@ def allocator_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def tree_configs(draw: st.DrawFn) -> dict[str, Any]:
-    """Keywords of a tree under test: 6 to 24 tokens, so that few prompts fit."""
+    """Keywords of a tree under test: 8 to 32 tokens, so that few prompts fit."""
     page_size = draw(st.sampled_from(PAGE_SIZES))
-    low, high = -(-6 // page_size), 24 // page_size
+    low, high = 8 // page_size, 32 // page_size
     return {
         "page_size": page_size,
         "size": page_size * draw(st.integers(low, high)),
@@ -45,4 +54,23 @@ def tree_configs(draw: st.DrawFn) -> dict[str, Any]:
         "eviction_policy": draw(st.sampled_from(EVICTION_POLICIES)),
         "is_eagle": draw(st.booleans()),
         "enable_kv_cache_events": draw(st.booleans()),
+    }
+
+
+@st.composite
+def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of a two-tier cache under test: a host pool that is one to a few pages larger.
+
+    ``write_back`` bugs nearly vanish with a large host pool, so most are tight.
+    """
+    config = draw(tree_configs())
+    page_size = config["page_size"]
+    return config | {
+        "host_size": config["size"] + page_size * draw(st.sampled_from([1, 1, 1, 2, 5, 20])),
+        "write_policy": draw(st.sampled_from(WRITE_POLICIES)),
+        "layout": draw(st.sampled_from(sorted(LAYOUTS))),
+        "io_backend": draw(st.sampled_from(["kernel", "direct"])),
+        "load_back_threshold": draw(st.sampled_from([1, 1, 1, 3])),
+        "mla": draw(st.booleans()),
+        "delay": draw(st.sampled_from([True, True, True, False])),
     }
