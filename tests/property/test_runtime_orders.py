@@ -79,6 +79,23 @@ def test_query_is_run_for_both_answers():
     assert answers == [True, False]
 
 
+def test_query_and_order_are_combined_once_each():
+    seen = []
+
+    def program(machine):
+        with machine.stream(machine.Stream()):
+            machine.launch("x", nothing)
+        event = machine.Event()
+        for name in "ab":
+            machine.launch(name, nothing)
+        event.record()
+        seen.append(event.query())
+
+    runs = [(order, seen[-1]) for order in all_orders(program)]
+    # x before, between or after a and b; for each, the query comes early or late.
+    assert len(runs) == len(set(runs)) == 6
+
+
 def test_empty_program_has_one_order():
     assert list(all_orders(lambda machine: None)) == [()]
 

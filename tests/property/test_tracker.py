@@ -209,3 +209,43 @@ def test_race_on_a_page_table_stops_its_reader_before_it_follows_garbage(machine
     with pytest.raises(RaceFound, match="Tensor plane 0 layer 0 slot 0"):
         machine.launch("read", nothing, reads=regions)
     machine.synchronize()
+
+
+def test_write_found_out_late_does_not_race_with_a_read_that_comes_after_it(machine):
+    pool = Pool()
+    machine.launch("write", nothing, writes=[Region(pool, 0, 0, lambda: 0)])
+    machine.launch("read", nothing, reads=[Region(pool, 0, 0, 0)])
+    machine.synchronize()
+
+
+def test_read_found_out_late_does_not_hide_a_later_read(machine):
+    pool, side = Pool(), machine.Stream("side")
+    machine.launch("read early", nothing, reads=[Region(pool, 0, 0, lambda: 0)])
+    event = machine.Event()
+    event.record()
+    machine.launch("read late", nothing, reads=[Region(pool, 0, 0, 0)])
+    event.synchronize()
+    with machine.stream(side), pytest.raises(RaceFound, match="'read late'"):
+        machine.launch("write", nothing, writes=[Region(pool, 0, 0, 0)])
+
+
+def test_record_carries_what_its_host_thread_did(machine):
+    pool, event, side = Pool(), machine.Event(), machine.Stream("side")
+    with machine.actor("io"):
+        machine.host_access("fill", nothing, writes=[Region(pool, 0, 0, 0)])
+        event.record()
+    side.wait_event(event)
+    with machine.stream(side):
+        machine.launch("read", nothing, reads=[Region(pool, 0, 0, 0)])
+
+
+def test_slots_given_by_an_index_tensor_are_taken_when_the_launch_runs(machine):
+    pool, moved = Pool(), torch.zeros(1, dtype=torch.long)
+    machine.h2d(moved, torch.tensor([5]))
+    regions = [Region(pool, 0, 0, moved), Region(moved, 0, 0, 0)]
+    machine.launch("read", lambda i: None, reads=regions, indices=(moved,))
+    with machine.stream(machine.Stream("side")):
+        machine.launch("no race", nothing, writes=[Region(pool, 0, 0, 0)])
+        machine.launch("race", nothing, writes=[Region(pool, 0, 0, 5)])
+    with pytest.raises(RaceFound, match=r"slot 5: .*'read'.*'race'"):
+        machine.synchronize()

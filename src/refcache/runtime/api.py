@@ -32,10 +32,10 @@ class Region(NamedTuple):
     """The cells a launch touches: some slots of some layers of one plane of one pool.
 
     ``slots`` is an index tensor, a range or an int, whose values are taken when the launch is
-    issued; or a function that returns one of these, called when the launch runs (for slots that
-    only the device knows, such as a page table that an earlier launch writes). ``layers`` is a
-    range or an int. ``pool`` is compared by identity. Objects without planes (``req_to_token``,
-    index tensors) use plane 0 and layer 0.
+    issued. They are taken when it runs where only the device knows them before: if ``slots`` is one
+    of the launch's ``indices``, or a function (called then; a page table that an earlier launch
+    writes, say). ``layers`` is a range or an int. ``pool`` is compared by identity. Objects without
+    planes (``req_to_token``, index tensors) use plane 0, layer 0, and, as one cell, slot 0.
     """
 
     pool: Any

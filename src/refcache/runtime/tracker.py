@@ -15,8 +15,9 @@ Left out: ownership of slots in flight (rules X1 to X3), which is not a matter o
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,11 @@ class Held:
             return None
         return torch.empty(0, dtype=self.copy.dtype).set_(storage, *self.place)
 
+    def read(self) -> torch.Tensor:
+        """The tensor as it is now; the copy when its storage is gone."""
+        tensor = self.get()
+        return self.copy if tensor is None else tensor
+
 
 def _values(slots: Slots) -> Iterable[int]:
     if isinstance(slots, torch.Tensor):
@@ -172,9 +178,16 @@ class Tracker:
         self._pools: dict[int, tuple[Any, dict[tuple[int, int], Cells]]] = {}
 
     def issue(
-        self, access: Access, reads: Iterable[Region], writes: Iterable[Region]
+        self,
+        access: Access,
+        reads: Iterable[Region],
+        writes: Iterable[Region],
+        indices: Mapping[int, Held] = MappingProxyType({}),
     ) -> list[Touch]:
         """Check ``access``, which is being issued.
+
+        Args:
+            indices: its index tensors by their ``id``; slots given as one of them are read late.
 
         Returns:
             The regions whose slots are not known yet: :meth:`check` them when the launch runs.
@@ -187,6 +200,8 @@ class Tracker:
                 values: Iterable[int] | Callable[[], Slots]
                 if callable(slots):
                     values, into = slots, late
+                elif id(slots) in indices:
+                    values, into = indices[id(slots)].read, late
                 else:
                     if id(slots) not in known:
                         known[id(slots)] = (slots, _values(slots))
