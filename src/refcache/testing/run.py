@@ -19,7 +19,7 @@ from refcache.testing.registry import SUITES, Suite
 
 MAX_EXAMPLES = 100
 HUNT_EXAMPLES = 400
-STEPS = 30
+STEPS = 50
 """Steps a case, at most."""
 
 

@@ -22,11 +22,12 @@ def _no_capacity_check(original: Function) -> Function:
 
 
 def _page_zero(original: Function) -> Function:
-    def clear(self: Any) -> None:
-        original(self)
-        self.free_pages = torch.cat([self.free_pages, torch.zeros(1, dtype=torch.int64)])
+    def _give_back(self: Any, pages: torch.Tensor) -> None:
+        if len(pages) > 2:  # a row that was padded with slot 0
+            pages = torch.cat([pages[:-1], torch.zeros(1, dtype=torch.int64)])
+        original(self, pages)
 
-    return clear
+    return _give_back
 
 
 def _release_list_not_counted(original: Function) -> Function:
@@ -109,8 +110,8 @@ BUGS = (
     PlantedBug(
         "page-zero-freed",
         "sglang#38519 (B50)",
-        "the dummy page enters the free list",
-        f"{BASE}.clear",
+        "a padded slot puts the dummy page on the free list, in the place of a real one",
+        f"{PAGED}._give_back",
         _page_zero,
         "allocator.state",
     ),

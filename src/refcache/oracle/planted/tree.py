@@ -7,7 +7,13 @@ import torch
 
 from refcache.keys import RadixKey
 from refcache.oracle.planted.bug import PlantedBug
-from refcache.types import EvictParams, IncLockRefResult, InsertResult, MatchPrefixParams
+from refcache.types import (
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InsertResult,
+    MatchPrefixParams,
+)
 
 TREE = "refcache.tree.radix_tree:RadixTree"
 CACHE = "refcache.tree.radix_cache:RadixCache"
@@ -25,14 +31,13 @@ def _abort_frees_all(original: Function) -> Function:
 
 
 def _parent_not_pushed(original: Function) -> Function:
-    def evict(self: Any, params: EvictParams) -> Any:
-        leaves, result = len(self.evictable_leaves), None
-        for _ in range(leaves):
-            before = set(self.evictable_leaves)
-            result = original(self, params)
-            if self.evictable_leaves <= before:
+    def evict(self: Any, params: EvictParams) -> EvictResult:
+        evicted = 0
+        for node in sorted(self.evictable_leaves, key=self.eviction_strategy):
+            if evicted >= params.num_tokens:
                 break
-        return result
+            evicted += self._evict_leaf(node)
+        return EvictResult(evicted)
 
     return evict
 
@@ -154,19 +159,19 @@ def _tail_lost(original: Function) -> Function:
     return _free
 
 
-def _locked_leaf_listed(original: Function) -> Function:
-    def _update_leaf_status(self: Any, node: Any) -> None:
-        if node.lock_ref == 1 and not node.children and node is not self.root_node:
-            self.evictable_leaves.add(node)
-        else:
-            original(self, node)
+def _parent_not_relisted(original: Function) -> Function:
+    def _unlink(self: Any, node: Any) -> None:
+        parent = node.parent
+        original(self, node)
+        if parent.lock_ref == 0 and len(parent.key) > self.page_size:
+            self.evictable_leaves.discard(parent)
 
-    return _update_leaf_status
+    return _unlink
 
 
 def _evicts_all(original: Function) -> Function:
     def evict(self: Any, params: EvictParams) -> Any:
-        return original(self, EvictParams(max(params.num_tokens, self.evictable_size_ // 2)))
+        return original(self, EvictParams(params.num_tokens * max(1, len(self.evictable_leaves))))
 
     return evict
 
@@ -199,7 +204,7 @@ BUGS = (
     PlantedBug(
         "evict-too-much",
         "sglang#4987, #4989 (B24)",
-        "the loop of an eviction does not stop when enough is free",
+        "an eviction asks each leaf for the whole amount, and does not stop when enough is free",
         f"{CACHE}.evict",
         _evicts_all,
         "tree.state",
@@ -317,11 +322,11 @@ BUGS = (
         "tree.state",
     ),
     PlantedBug(
-        "locked-leaf-listed",
+        "parent-not-relisted",
         "slip",
-        "a leaf with one holder is listed as evictable",
-        f"{TREE}._update_leaf_status",
-        _locked_leaf_listed,
+        "a parent of several pages is not listed as a leaf when its last child goes",
+        f"{TREE}._unlink",
+        _parent_not_relisted,
         "tree.state",
     ),
     PlantedBug(
