@@ -1,0 +1,93 @@
+"""Who hands out the slots of a host pool: whole pages, thread-safe, every slot with one owner.
+
+A slot is free or held; the mask ``_held`` is what makes a double free an error instead of two
+owners of one slot. Storage threads free slots as well as the scheduler, so every change is made
+under the lock.
+"""
+
+import torch
+
+from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
+from refcache.runtime import Runtime
+
+
+class HostSlots:
+    """Slots 0 to ``size - 1``, in whole pages.
+
+    Attributes:
+        free_slots: int64, the slots that nobody owns, oldest free first.
+        lock: held during every change.
+    """
+
+    def __init__(self, size: int, page_size: int, runtime: Runtime) -> None:
+        self.size = size
+        self.page_size = page_size
+        self.lock = runtime.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every slot free, in ascending order."""
+        with self.lock:
+            self.free_slots = torch.arange(self.size)
+            self._held = torch.zeros(self.size, dtype=torch.bool)
+
+    def available_size(self) -> int:
+        """Free slots."""
+        return len(self.free_slots)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """``need_size`` slots in whole ascending pages, from the front of the free list.
+
+        Returns:
+            int64 ``[need_size]`` of its own, or None (and nothing changed) when too few are free.
+
+        Raises:
+            InvalidArgument: ``need_size`` negative or not in whole pages.
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise InvalidArgument(
+                f"alloc({need_size}): expected a multiple of page_size={self.page_size}, 0 or more"
+            )
+        with self.lock:
+            if need_size > len(self.free_slots):
+                return None
+            taken = self.free_slots[:need_size].clone()
+            self.free_slots = self.free_slots[need_size:]
+            self._held[taken] = True
+            return taken
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Give pages back, to the end of the free list in the given order.
+
+        Args:
+            indices: integer ``[n]``: whole pages, ascending inside each page.
+
+        Returns:
+            ``n``.
+
+        Raises:
+            InvalidArgument: not such a tensor.
+            InvalidSlot: a slot out of range.
+            DoubleFree: a slot that is free already, or named twice.
+        """
+        if indices.dim() != 1 or indices.is_floating_point() or len(indices) % self.page_size:
+            raise InvalidArgument(
+                f"free: {indices.dtype} {tuple(indices.shape)}; expected integers, whole pages"
+            )
+        slots = indices.to("cpu", torch.int64, copy=True)
+        if len(slots) == 0:
+            return 0
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= self.size:
+            raise InvalidSlot(f"free of slots {low} to {high}: expected 0 to {self.size - 1}")
+        pages = slots.view(-1, self.page_size)
+        if not torch.equal(pages % self.page_size, torch.arange(self.page_size).expand_as(pages)):
+            raise InvalidArgument(f"free of {pages.tolist()}: expected whole ascending pages")
+        with self.lock:
+            free = slots[~self._held[slots]]
+            if len(free) or len(set(slots.tolist())) != len(slots):
+                twice = free if len(free) else slots
+                raise DoubleFree(f"free of host slot {int(twice[0])}: it is free, or named twice")
+            self._held[slots] = False
+            self.free_slots = torch.cat([self.free_slots, slots])
+        return len(slots)
