@@ -11,6 +11,8 @@ import traceback
 import typer
 
 from refcache import __version__
+from refcache.cli.check import check
+from refcache.cli.planted import planted
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
 
@@ -27,7 +29,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(workload)
+for command in (check, workload, planted):
+    app.command()(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -51,8 +54,10 @@ def main(arguments: list[str]) -> int:
         code = app(arguments, prog_name="refcache", standalone_mode=False) or OK
         sys.stdout.flush()
         return int(code)
-    except (BrokenPipeError, SystemExit):
-        # The reader left, as in `refcache planted | head -1`; typer turns that into SystemExit.
+    except (BrokenPipeError, SystemExit) as error:
+        # The reader left, as in `refcache planted | head -1`: typer makes a SystemExit of that.
+        if not isinstance(error.__context__ or error, BrokenPipeError):
+            return _refuse(f"the target called sys.exit({error})", UNKNOWN)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (typer.Abort, KeyboardInterrupt):

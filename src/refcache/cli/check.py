@@ -1,0 +1,103 @@
+"""``refcache check``: judge a target with the suites, and the suites with the planted bugs."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from refcache.cli import report as reports
+from refcache.cli.console import status
+from refcache.cli.planted import caught_line
+
+
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(help="refcache, naive, or pkg.module:factory; the current folder counts."),
+    ] = "refcache",
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this part (tree), kind (state) or suite (tree.state); repeatable."),
+    ] = None,
+    max_examples: Annotated[int | None, typer.Option(min=1, help="Cases a suite tries.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed tries the same cases.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    planted: Annotated[
+        str | None, typer.Option(help="Switch one planted bug on: what a failure looks like.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the verdict and the failing programs here.")
+    ] = None,
+) -> int:
+    """Run the suites on a target, then the planted bugs on the suites.
+
+    One line a suite: cases, steps, verdict. A failure is the smallest program that shows it.
+    """
+    from refcache.oracle import resolve
+    from refcache.oracle.planted import all_bugs, find
+    from refcache.testing import list_suites, run_suite
+    from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES, hunt
+
+    if report is not None:
+        reports.refuse_unless_new(report)
+    bug = None if planted is None else find(planted)
+    wanted: list[str | None] = [*(suite or ([bug.suite] if bug else []))]
+    names = list(dict.fromkeys(name for part in wanted or [None] for name in list_suites(part)))
+    sys.path.insert(0, os.getcwd())
+    subject = resolve(target)
+
+    say = _silent if as_json else _print
+    results = []
+    with nullcontext() if bug is None else bug.active():
+        cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
+        for name in names:
+            with status(f"{name} on {target}"):
+                results.append(run_suite(name, subject, max_examples=cases, seed=seed))
+            say(*_lines(results[-1]))
+    rules = [result.failure.rule for result in results if result.failure]
+    caught_by = {} if bug is None else {bug.name: rules[0] if rules else None}
+
+    survivors = 0
+    for candidate in all_bugs() if bug is None else ():
+        if candidate.suite not in names:
+            continue
+        with status(f"planted bug {candidate.name}"):
+            caught = hunt(candidate, seed=seed)
+        say(caught_line(caught))
+        caught_by[caught.bug] = caught.by or None
+        survivors += not caught.counts
+    if bug is None:
+        say(f"{len(caught_by) - survivors} of {len(caught_by)} planted bugs caught")
+
+    verdict = {
+        "suites": [reports.as_dict(result) for result in results],
+        "planted": [{"name": name, "caught_by": rule} for name, rule in caught_by.items()],
+    }
+    if as_json:
+        print(json.dumps(verdict, indent=2))
+    if report is not None:
+        reports.write(report, verdict, results)
+    verdicts = {result.verdict for result in results}
+    if "violation" in verdicts or survivors:
+        return 1
+    return 0 if "unknown" not in verdicts and "ok" in verdicts else 3
+
+
+def _print(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
+
+
+def _silent(*lines: str) -> None: ...
+
+
+def _lines(result: Any) -> Iterator[str]:
+    line = f"{result.suite:<20} {result.cases:>6,} cases {result.steps:>8,} steps  {result.verdict}"
+    reason = result.reason.splitlines()
+    yield f"{line}: {reason[-1]}" if reason else line
+    if result.failure is not None:
+        yield f"\n{result.failure.text}\n"

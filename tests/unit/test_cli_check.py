@@ -1,0 +1,154 @@
+"""``refcache check`` and ``planted``: rows, exit codes, JSON, reports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import refcache.testing
+from refcache.cli.main import main
+from refcache.oracle.planted import all_bugs
+from refcache.testing import Caught, Failure, SuiteResult
+
+FAILURE = Failure("P1", "a sentence", "some evidence", ("print('shown')",), "the whole text")
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, verdicts: dict[str, str], survivor: str = "") -> None:
+    """Replace the runs: each suite has the given verdict, each bug but one is caught."""
+
+    def run_suite(name: str, target: object, **sizes: object) -> SuiteResult:
+        verdict = verdicts.get(name, "ok")
+        failure = FAILURE if verdict == "violation" else None
+        return SuiteResult(name, 7, 99, verdict, failure, "" if failure else "why\nlast line")
+
+    def hunt(bug: Any, *, seed: int = 0) -> Caught:
+        by = "" if bug.name == survivor else "P1"
+        return Caught(bug.name, by, bug.suite, 3, 9, True, 5, None)
+
+    monkeypatch.setattr(refcache.testing, "run_suite", run_suite)
+    monkeypatch.setattr(refcache.testing, "list_suites", lambda part: ["allocator.state"])
+    monkeypatch.setattr(refcache.testing, "hunt", hunt)
+    monkeypatch.setattr("refcache.testing.run.hunt", hunt)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"), [("ok", 0), ("violation", 1), ("unknown", 3), ("skipped", 3)]
+)
+def test_exit_code_is_the_verdict(
+    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(monkeypatch, {"allocator.state": verdict})
+    assert main(["check"]) == code
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:5] == ["allocator.state", "7", "cases", "99", "steps"]
+    assert verdict in out[0]
+    assert ("the whole text" in out) == (verdict == "violation")
+    count = sum(bug.suite == "allocator.state" for bug in all_bugs())
+    assert out[-1] == f"{count} of {count} planted bugs caught"
+
+
+def test_a_surviving_bug_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(monkeypatch, {}, survivor="page-zero-freed")
+    assert main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert "SURVIVED 3 cases" in out
+    assert main(["check", "--json"]) == 1
+    planted = json.loads(capsys.readouterr().out)["planted"]
+    assert {"name": "page-zero-freed", "caught_by": None} in planted
+
+
+def test_planted_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    total = len(all_bugs())
+    stub(monkeypatch, {})
+    assert main(["planted", "--run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{total} of {total} caught"
+    stub(monkeypatch, {}, survivor="page-zero-freed")
+    assert main(["planted", "--run"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"{total - 1} of {total} caught"
+
+
+def test_planted_lists_every_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["planted"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == [bug.name for bug in all_bugs()]
+
+
+def test_json_of_a_real_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "--suite", "allocator.state", "--max-examples", "2", "--json"]
+    assert main([*arguments, "--planted", "page-zero-freed", "--seed", "1"]) in (0, 1)
+    verdict = json.loads(capsys.readouterr().out)
+    assert [row["suite"] for row in verdict["suites"]] == ["allocator.state"]
+    assert [row["name"] for row in verdict["planted"]] == ["page-zero-freed"]
+
+
+def test_a_planted_bug_prints_and_reports_a_program(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report = tmp_path / "report"
+    assert main(["check", "--planted", "page-zero-freed", "--report", str(report)]) == 1
+    out = capsys.readouterr().out
+    assert "allocator.state" in out
+    assert "violation" in out
+    program = (report / "allocator.state.py").read_text()
+    assert all(line in out for line in program.splitlines())
+    done = subprocess.run(
+        [sys.executable, str(report / "allocator.state.py")],
+        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "Violation: P" in done.stderr
+    (row,) = json.loads((report / "verdict.json").read_text())["suites"]
+    assert row["verdict"] == "violation"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--suite", "nope"], "unknown suite 'nope': expected one of"),
+        (["--planted", "nope"], "unknown planted bug 'nope'"),
+        (["--max-examples", "0"], "Invalid value for '--max-examples'"),
+        (["--seed", "x"], "Invalid value for '--seed'"),
+        (["nope"], "target 'nope': expected pkg.module:factory"),
+        (["nope.nope:x"], "target 'nope.nope:x' does not import"),
+        (["broken_target:x"], "target 'broken_target:x' does not import: ZeroDivisionError"),
+        (["os:sep"], "target 'os:sep': os has no factory"),
+        (["os:getcwd"], "the factory gave str, expected a refcache.oracle.Target"),
+        (["os:abort_"], "target 'os:abort_': os has no factory"),
+        (["--report", "file"], "--report file: expected a new or an empty folder"),
+        (["--report", "."], "--report .: expected a new or an empty folder"),
+    ],
+)
+def test_wrong_call(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "file").touch()
+    (tmp_path / "broken_target.py").write_text("1 / 0")
+    assert main(["check", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken_target.py", "file"]
+
+
+def test_a_target_that_exits_is_no_success(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "exiting_target.py").write_text("raise SystemExit(0)")
+    assert main(["check", "exiting_target:x"]) == 3
+    assert "the target called sys.exit(0)" in capsys.readouterr().err
