@@ -1,5 +1,7 @@
 """``RadixCache`` by hand: policies, refusals, and events, each with its small expected answer."""
 
+from array import array
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from refcache.allocator import TokenToKVPoolAllocator
 from refcache.errors import ForeignNode, InvalidArgument, LockUnderflow, UnknownName
 from refcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from refcache.keys import RadixKey
+from refcache.pool import ReqToTokenPool
 from refcache.tree import RadixCache
 from refcache.types import CacheInitParams, EvictParams, InsertParams, MatchPrefixParams
 
@@ -162,3 +165,44 @@ def test_disabled_it_caches_nothing():
     assert len(found.device_indices) == 0
     assert cache.inc_lock_ref(found.last_device_node).delta == 0
     assert cache.total_size() == 0
+
+
+class Request:
+    """A request with KV for all of its tokens, as far as a tree cache looks at it."""
+
+    def __init__(self, pool, slots, tokens):
+        self.req_pool_idx = None
+        pool.alloc([self])
+        pool.write((self.req_pool_idx, slice(0, len(slots))), slots)
+        self.origin_input_ids = array("I", tokens)
+        self.output_ids = array("I")
+        self.fill_ids = self.origin_input_ids
+        self.extra_key, self.priority, self.last_node = None, 0, None
+        self.prefix_indices = slots[:0]
+        self.cache_protected_len = 0
+
+    def pop_committed_kv_cache(self):
+        return len(self.fill_ids)
+
+
+@pytest.mark.parametrize("is_insert", [True, False])
+def test_disabled_it_still_gives_slots_back_and_lets_chunks_go_on(is_insert):
+    allocator = TokenToKVPoolAllocator(8, torch.float32, "cpu", None)
+    rows = ReqToTokenPool(2, 8)
+    cache = RadixCache(CacheInitParams(True, rows, allocator, 1))
+    slots = allocator.alloc(3)
+    req = Request(rows, slots, [1, 2, 3])
+    cache.cache_unfinished_req(req, chunked=True)
+    assert req.prefix_indices.tolist() == slots.tolist()
+    cache.cache_finished_req(req, is_insert)
+    assert allocator.available_size() == 8
+
+
+def test_finished_inserts_can_be_switched_off():
+    allocator = TokenToKVPoolAllocator(8, torch.float32, "cpu", None)
+    rows = ReqToTokenPool(2, 8)
+    cache = RadixCache(CacheInitParams(False, rows, allocator, 1, disable_finished_insert=True))
+    req = Request(rows, allocator.alloc(3), [1, 2, 3])
+    req.last_node = cache.root_node
+    cache.cache_finished_req(req)
+    assert (allocator.available_size(), cache.total_size()) == (8, 0)

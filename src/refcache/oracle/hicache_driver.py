@@ -64,7 +64,7 @@ class HiCacheParts(NamedTuple):
     """What a target makes: a tree over ``allocator`` and ``rows``, whose KV is in ``pool``.
 
     ``counter``: the layer counter whose ``set_consumer`` the worker calls before a forward.
-    ``host_pool``: its ``alloc`` is watched for refusals.
+    ``host_pool``: its ``alloc`` is watched for refusals; ``host_planes``: its buffers, one a plane.
     """
 
     tree: Any
@@ -72,6 +72,7 @@ class HiCacheParts(NamedTuple):
     rows: Any
     pool: Any
     host_pool: Any
+    host_planes: Any
     counter: Any
 
 
@@ -104,7 +105,7 @@ class HiCacheDriver(TreeDriver):
         )
         self.tree, self.allocator, self.rows, self.pool = parts[:4]
         self.counter = parts.counter
-        self.content = HostContent(self.pool, parts.host_pool, c.layout, c.page_size)
+        self.content = HostContent(self.pool, parts.host_planes, c.layout, c.page_size)
         refuse = parts.host_pool.alloc
 
         def alloc(need_size: int) -> Any:

@@ -21,8 +21,8 @@ class HostContent:
     column. ``layout`` and ``page_size`` say how the host planes are to be read.
     """
 
-    def __init__(self, pool: Any, host_pool: Any, layout: str, page_size: int) -> None:
-        self.pool, self.host_pool = pool, host_pool
+    def __init__(self, pool: Any, host_planes: Any, layout: str, page_size: int) -> None:
+        self.pool, self.host_planes = pool, host_planes
         self.layout, self.page_size = layout, page_size
         self.layers = pool.layer_num
         self.codes = [
@@ -115,7 +115,7 @@ class HostContent:
         if tier == "device":
             buffer: torch.Tensor = self.pool.planes[plane].buffer[layer]
             return buffer
-        host = self.host_pool.kv_buffer[plane]
+        host = self.host_planes[plane]
         rows = Layout.of_buffer(self.layout, host, self.page_size).rows(host, layer)
         return rows.flatten(0, 1)
 

@@ -1,13 +1,18 @@
 """Target ``refcache``: the reference on trial, like anybody else's cache."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from refcache.errors import RefcacheError
+from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.host_view import HostView, inspect_hiradix
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.view import TreeView, inspect_radix
-from refcache.types import CacheInitParams
+from refcache.types import CacheInitParams, ServerArgs
+
+LAYERS = 2
 
 
 class RefcacheTarget(Target):
@@ -15,35 +20,86 @@ class RefcacheTarget(Target):
 
     name = "refcache"
     capabilities = frozenset(
-        {"allocator", "tree", "inspect", "events", "minimal_evict", "refuses_misuse"}
+        {"allocator", "tree", "inspect", "events", "minimal_evict", "hicache", "refuses_misuse"}
     )
     errors = RefcacheError
 
     def allocator(self, config: CacheConfig) -> Any:
+        return self._allocator(config, None, None)
+
+    @staticmethod
+    def _allocator(config: CacheConfig, pool: Any, runtime: Any) -> Any:
         from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
+        given = (torch.int64, "cpu", pool, config.need_sort, runtime)
         if config.page_size == 1:
-            return TokenToKVPoolAllocator(
-                config.size, torch.bfloat16, "cpu", None, config.need_sort
-            )
-        return PagedTokenToKVPoolAllocator(
-            config.size, config.page_size, torch.bfloat16, "cpu", None, config.need_sort
-        )
+            return TokenToKVPoolAllocator(config.size, *given)
+        return PagedTokenToKVPoolAllocator(config.size, config.page_size, *given)
 
     def tree(self, config: CacheConfig, allocator: Any, req_to_token_pool: Any) -> Any:
         from refcache.tree import RadixCache
 
-        return RadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=req_to_token_pool,
-                token_to_kv_pool_allocator=allocator,
-                page_size=config.page_size,
-                is_eagle=config.is_eagle,
-                eviction_policy=config.eviction_policy,
-                enable_kv_cache_events=config.enable_kv_cache_events,
-            )
+        return RadixCache(self._params(config, allocator, req_to_token_pool))
+
+    @staticmethod
+    def _params(config: CacheConfig, allocator: Any, rows: Any, **more: Any) -> CacheInitParams:
+        return CacheInitParams(
+            disable=False,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=allocator,
+            page_size=config.page_size,
+            is_eagle=config.is_eagle,
+            eviction_policy=config.eviction_policy,
+            enable_kv_cache_events=config.enable_kv_cache_events,
+            **more,
         )
 
     def inspect(self, tree: Any) -> TreeView:
         return inspect_radix(tree, lambda key: key.child_key(tree.page_size))
+
+    def hicache(
+        self,
+        config: HiCacheConfig,
+        runtime: Any,
+        forward_stream: Any,
+        wrap: Callable[[Any], Any],
+    ) -> HiCacheParts:
+        from refcache.pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+        from refcache.tree.hiradix_cache import HiRadixCache
+
+        size, page = config.size, config.page_size
+        pool: Any
+        if config.mla:
+            pool = MLATokenToKVPool(size, page, torch.int64, 2, 1, LAYERS, "cpu", runtime=runtime)
+        else:
+            pool = MHATokenToKVPool(
+                size, page, torch.int64, 1, 2, LAYERS, "cpu", v_head_dim=1, runtime=runtime
+            )
+        allocator = wrap(self._allocator(config, pool, runtime))
+        rows = ReqToTokenPool(config.max_requests, config.context_length, runtime=runtime)
+        params = self._params(
+            config,
+            allocator,
+            rows,
+            tp_cache_group=config.tp_group,
+            hit_policy=config.hit_policy,
+            runtime=runtime,
+        )
+        args = ServerArgs(
+            page_size=page,
+            enable_hierarchical_cache=True,
+            hicache_ratio=(config.host_size - page / 2) / size,
+            hicache_write_policy=config.write_policy,
+            hicache_io_backend=config.io_backend,
+            hicache_mem_layout=config.layout,
+            chunked_prefill_size=None,
+        )
+        tree = HiRadixCache(params, args)
+        tree.load_back_threshold = config.load_back_threshold
+        tree.cache_controller.forward_stream = forward_stream
+        counter = tree.cache_controller.layer_done_counter
+        host = tree.token_to_kv_pool_host
+        return HiCacheParts(tree, allocator, rows, pool, host, host.planes, counter)
+
+    def inspect_host(self, tree: Any) -> HostView:
+        return inspect_hiradix(tree, tree.token_to_kv_pool_host.free_slots)
