@@ -30,7 +30,7 @@ lint: $(INSTALLED)  ## ruff, mypy --strict and the import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 bench: $(INSTALLED)  ## the CPU benchmarks
 	@echo "== benchmarks"
