@@ -11,6 +11,7 @@ subsequence of a failing one may be tried, and the log of a failure is a program
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -21,6 +22,8 @@ from refcache.oracle.violation import Violation
 P = ParamSpec("P")
 R = TypeVar("R")
 D = TypeVar("D", bound="Driver")
+Call = tuple[str, tuple[Any, ...]]
+"""A logged call: a method's name and its arguments, without those that are the default."""
 
 
 class Driver:
@@ -38,7 +41,7 @@ class Driver:
             if getattr(self.config, f.name) != f.default
         )
         self.log = [f"d = {type(self).__name__}(resolve({target.name!r}){given})"]
-        self.call_log: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.call_log: list[Call] = []
         self.found: Violation | None = None
         self._noted: Violation | None = None
 
@@ -97,8 +100,8 @@ class Driver:
         fresh = type(self)(
             self.target, **{f.name: getattr(self.config, f.name) for f in fields(self.Config)}
         )
-        for name, args, kwargs in self.call_log[:steps]:
-            getattr(fresh, name)(*args, **kwargs)
+        for name, args in self.call_log[:steps]:
+            getattr(fresh, name)(*args)
         return fresh
 
 
@@ -107,11 +110,17 @@ def step(
 ) -> Callable[Concatenate[D, P], None]:
     """Make a driver's method a step: logged as code, then checked, its violation explained."""
 
+    signature = inspect.signature(method)
+    defaults = [p.default for p in signature.parameters.values()][1:]
+
     def logged(self: D, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        shown = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
-        line = f"d.{method.__name__}({', '.join(shown)})"
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.args[1:]
+        while given and given[-1] == defaults[len(given) - 1]:
+            given = given[:-1]
+        line = f"d.{method.__name__}({', '.join(map(repr, given))})"
         self.log.append(line)
-        self.call_log.append((method.__name__, args, kwargs))
+        self.call_log.append((method.__name__, given))
         try:
             method(self, *args, **kwargs)
             self.check()

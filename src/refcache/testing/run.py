@@ -14,6 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Driver, Target, Violation, resolve
 from refcache.oracle.planted import PlantedBug, active_bugs, smoke
+from refcache.oracle.shrink import shrink as shrunk
 from refcache.testing.machines import Tally, machine_for
 from refcache.testing.registry import SUITES, Suite
 
@@ -96,11 +97,11 @@ def run_suite(
         return SuiteResult(name, 0, 0, "skipped", reason=f"the target lacks {', '.join(lacking)}")
     tally = Tally()
     try:
-        _run(suite, target, tally, max_examples, seed, shrink)
+        _run(suite, target, tally, max_examples, seed)
     except Violation as violation:
         driver = tally.failed
-        if driver is None or driver.found is None:
-            driver = None
+        if driver is not None and shrink:
+            driver = shrunk(driver)
         failure = explain(driver.found if driver and driver.found else violation, driver)
         return SuiteResult(name, tally.cases, tally.steps, "violation", failure)
     except Exception:
@@ -155,9 +156,7 @@ def hunt(
     )
 
 
-def _run(
-    suite: Suite, target: Target, tally: Tally, max_examples: int, number: int, shrink: bool
-) -> None:
+def _run(suite: Suite, target: Target, tally: Tally, max_examples: int, number: int) -> None:
     machine = seed(number)(machine_for(suite.machine, target, tally))
     run_state_machine_as_test(
         machine,
@@ -170,7 +169,7 @@ def _run(
             report_multiple_bugs=False,
             print_blob=False,
             verbosity=Verbosity.quiet,
-            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+            phases=(Phase.generate,),  # shrinking is the oracle's: it replays logs
             suppress_health_check=list(HealthCheck),
         ),
     )
