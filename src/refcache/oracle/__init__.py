@@ -7,6 +7,7 @@ from refcache.oracle.allocator_driver import AllocatorDriver
 from refcache.oracle.catalog import SENTENCES
 from refcache.oracle.driver import Driver
 from refcache.oracle.invariants import CHECKS, RequestView, State, check_state, violations
+from refcache.oracle.loop_driver import LoopDriver
 from refcache.oracle.target import CacheConfig, Target, resolve
 from refcache.oracle.tree_driver import TreeDriver
 from refcache.oracle.view import NodeView, TreeView, inspect_radix
@@ -18,6 +19,7 @@ __all__ = [
     "AllocatorDriver",
     "CacheConfig",
     "Driver",
+    "LoopDriver",
     "NodeView",
     "RequestView",
     "State",

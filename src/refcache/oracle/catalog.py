@@ -70,6 +70,7 @@ SENTENCES: dict[str, str] = {
     "Z1": "reset leaves the cache empty and every page free",
     "Z3": "an operation that fails or is refused leaves the state as it was",
     "PROGRESS": "each step of the loop computes tokens or finishes a request, until all have",
+    "BUDGET": "what the tree and the allocator call free or evictable can be allocated",
     "DIFF": "under an exact profile, every answer equals the reference's",
     "REFUSE": "a misuse is refused with an error and leaves the state as it was",
     "crash": "a call that the contract allows returns without an exception",

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-from refcache.testing.machines import AllocatorMachine, DriverMachine, TreeMachine
+from refcache.testing.machines import (
+    AllocatorMachine,
+    DriverMachine,
+    LoopMachine,
+    TreeMachine,
+)
 
 
 @dataclass(frozen=True)
@@ -19,5 +24,6 @@ SUITES: dict[str, Suite] = {
     for suite in (
         Suite("allocator.state", AllocatorMachine, frozenset({"allocator"})),
         Suite("tree.state", TreeMachine, frozenset({"allocator", "tree"})),
+        Suite("loop.state", LoopMachine, frozenset({"allocator", "tree"})),
     )
 }

@@ -74,3 +74,19 @@ def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
         "mla": draw(st.booleans()),
         "delay": draw(st.sampled_from([True, True, True, False])),
     }
+
+
+@st.composite
+def loop_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of a serving loop under test: 16 to 40 tokens, both loops, chunks of 1 to 3."""
+    config = draw(tree_configs())
+    page_size = config["page_size"]
+    del config["enable_kv_cache_events"]
+    return config | {
+        "size": page_size * draw(st.integers(16 // page_size, 40 // page_size)),
+        "max_requests": draw(st.integers(1, 4)),
+        "overlap": draw(st.booleans()),
+        "chunk_pages": draw(st.sampled_from([None, 1, 2, 3])),
+        "max_prefill_tokens": draw(st.sampled_from([8, 64])),
+        "schedule_policy": draw(st.sampled_from(["fcfs", "lpm"])),
+    }
