@@ -19,7 +19,7 @@ Note = Callable[[str, str], None]
 
 
 class Ledger:
-    """Owners of the pages ``1 .. pages``; a page without an entry is free.
+    """Owners of ``pages`` pages, numbered from ``first``; a page without an entry is free.
 
     Attributes:
         owner: a request's name, or the prefix a page is cached under.
@@ -29,8 +29,9 @@ class Ledger:
         may_free: what the call in progress is allowed to free: a function from page to a complaint.
     """
 
-    def __init__(self, pages: int, page_size: int, note: Note) -> None:
+    def __init__(self, pages: int, page_size: int, note: Note, first: int = 1) -> None:
         self.pages, self.page_size, self.note = pages, page_size, note
+        self.numbers = range(first, first + pages)
         self.may_free: Callable[[int], tuple[str, str] | None] = self._nothing
         self.freed: list[int] = []
         self.clear()
@@ -44,7 +45,11 @@ class Ledger:
     @property
     def free(self) -> list[int]:
         queued = self.queued or ()
-        return [p for p in range(1, self.pages + 1) if p not in self.owner and p not in queued]
+        return [p for p in self.numbers if p not in self.owner and p not in queued]
+
+    @property
+    def span(self) -> str:
+        return f"{self.numbers.start} to {self.numbers.stop - 1}"
 
     def prefixes(self, prefix: Prefix) -> Iterator[Prefix]:
         """Its pages, from the root on."""
@@ -79,8 +84,8 @@ class Ledger:
         """Pages handed out to ``name``; it may own their page already (the rest of a last page)."""
         for slot in slots:
             page = slot // self.page_size
-            if not 1 <= page <= self.pages:
-                self.note("P0", f"slot {slot} was handed out; pages are 1 to {self.pages}")
+            if page not in self.numbers:
+                self.note("P0", f"slot {slot} was handed out; pages are {self.span}")
             elif self.queued and page in self.queued:
                 self.note("P1", f"page {page} was handed out while it waits in a free group")
             elif page in self.owner and self.owner[page] != name:
@@ -96,8 +101,8 @@ class Ledger:
     def release(self, pages: Iterable[int]) -> None:
         """Judge a free, then make it."""
         for page in pages:
-            if not 1 <= page <= self.pages:
-                self.note("P0", f"page {page} was freed; pages are 1 to {self.pages}")
+            if page not in self.numbers:
+                self.note("P0", f"page {page} was freed; pages are {self.span}")
                 return
             if page not in self.owner:
                 where = "queued" if self.queued and page in self.queued else "free"
