@@ -187,11 +187,11 @@ def test_alloc_of_more_than_is_free_is_none_and_changes_nothing():
 
 def test_slots_that_were_handed_out_do_not_share_memory_with_the_pool():
     _, host = pair()
-    host.alloc(2).fill_(17)
     mine = host.alloc(2)
+    assert mine.untyped_storage().nbytes() == 2 * 8  # not a view of the free list
     host.free(mine)
     mine.fill_(17)
-    assert host.free_slots.tolist() == [*range(4, 18), 2, 3]
+    assert host.free_slots.tolist() == [*range(2, 18), 0, 1]
 
 
 def test_second_free_of_a_slot_is_refused_and_changes_nothing():
@@ -227,6 +227,15 @@ def test_bad_free_is_refused(slots, error):
         host.free(torch.tensor(slots, dtype=torch.float32))
     with pytest.raises(InvalidArgument):
         host.free(torch.tensor([slots]))
+
+
+def test_check_held_wants_slots_that_were_handed_out():
+    _, host = pair()
+    host.check_held(host.alloc(4))
+    host.check_held(torch.tensor([], dtype=torch.long))
+    for slots in ([3, 4], [-1], [18], [10**6]):
+        with pytest.raises(InvalidSlot, match=f"host slot {slots[-1]}"):
+            host.check_held(torch.tensor(slots))
 
 
 @pytest.mark.parametrize("need", [-2, 1, 3])

@@ -246,7 +246,8 @@ class HostKVCache(HostSlots):
             raise InvalidArgument(
                 "io_backend 'kernel' on host memory that is not pinned: expected 'direct'"
             )
-        backend = resolve("reference") if io_backend == "direct" else self._backend
+        kernels = self.pin_memory and io_backend != "direct"
+        backend = self._backend if kernels else resolve("reference")
         function: Callable[..., None] = getattr(backend, name)
         return function
 

@@ -56,6 +56,14 @@ class HostSlots:
             self._held[taken] = True
             return taken
 
+    def check_held(self, indices: torch.Tensor) -> None:
+        """Raise InvalidSlot unless every slot in ``indices`` has an owner."""
+        slots = indices.to("cpu", torch.int64)
+        inside = (slots >= 0) & (slots < self.size)
+        bad = slots[~(inside & self._held[slots * inside])]
+        if len(bad):
+            raise InvalidSlot(f"host slot {int(bad[0])}: expected one that was handed out")
+
     def free(self, indices: torch.Tensor) -> int:
         """Give pages back, to the end of the free list in the given order.
 
@@ -74,7 +82,7 @@ class HostSlots:
             raise InvalidArgument(
                 f"free: {indices.dtype} {tuple(indices.shape)}; expected integers, whole pages"
             )
-        slots = indices.to("cpu", torch.int64, copy=True)
+        slots = indices.to("cpu", torch.int64)
         if len(slots) == 0:
             return 0
         low, high = int(slots.min()), int(slots.max())

@@ -1,0 +1,301 @@
+"""``HiCacheController``: copies between the tiers, on two streams of its own.
+
+What orders the copies, besides the order of their stream:
+
+==========  =======================================  ==========================================
+copy        waits for                                is waited for by
+==========  =======================================  ==========================================
+write       the caller's stream, as of the call:     the host, which reuses neither side before
+(D2H)       its indices, and rows computed there;    it has seen the acknowledgement's event
+            the forward stream: rows computed there
+load        the caller's stream, as of the call;     the forward, layer by layer (the pool's
+(H2D)       the forward stream: a forward may still  getters); the host, by the acknowledgement
+            write device slots that a finished
+            request has given back
+==========  =======================================  ==========================================
+
+A write moves all layers in one launch, a load one layer a launch. Nothing is copied at ``load``:
+the loads of a batch are merged and started together by ``start_loading``.
+
+Models SGLang 0.5.10's ``HiCacheController``, which lacks the waits for the forward stream. Left
+out: storage below the host (attaching a backend is refused), pipeline stages, metrics.
+"""
+
+import threading
+from typing import Any
+
+import torch
+
+from refcache.controller.layer_events import LayerDoneCounter
+from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
+from refcache.errors import InvalidArgument, UnknownName, WrongTier
+from refcache.pool import HostKVCache
+from refcache.runtime import Runtime
+from refcache.types import IO_BACKENDS, WRITE_POLICIES
+
+
+class HiCacheController:
+    """See the module docstring.
+
+    Args:
+        token_to_kv_pool_allocator: hands out device slots; its pool is the device tier.
+        mem_pool_host: the host tier.
+        page_size: of both.
+        tp_group, load_cache_event: kept for the owner; the controller itself needs neither.
+        write_policy: kept for the owner.
+        io_backend: "kernel" (index tensors on the device), "direct" (on the host), or "auto" (index
+            tensors on the device, and whoever copies picks).
+        storage_backend: must be None.
+        prefetch_threshold, model_name, storage_backend_extra_config, pp_rank, pp_size,
+            enable_storage_metrics: accepted for SGLang's callers; nothing reads them.
+        runtime: the machine; the host pool's by default.
+
+    Attributes:
+        write_queue, load_queue: operations that have not started.
+        ack_write_queue, ack_load_queue: copies that have, oldest first; the owner removes them.
+        layer_done_counter: registered with the device pool.
+        forward_stream: what copies wait for besides their caller; None: the caller's is it.
+        load_slot_waits: how often ``start_loading`` found its slot busy, and the host waited.
+
+    Raises:
+        WrongTier: a host pool that is none.
+        UnknownName, InvalidArgument: a policy or backend that does not exist; another page size.
+    """
+
+    def __init__(
+        self,
+        token_to_kv_pool_allocator: Any,
+        mem_pool_host: HostKVCache,
+        page_size: int,
+        tp_group: Any = None,
+        load_cache_event: threading.Event | None = None,
+        write_policy: str = "write_through_selective",
+        io_backend: str = "kernel",
+        storage_backend: str | None = None,
+        prefetch_threshold: int = 256,
+        model_name: str | None = None,
+        storage_backend_extra_config: dict[str, Any] | None = None,
+        pp_rank: int = 0,
+        pp_size: int = 1,
+        enable_storage_metrics: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if not isinstance(mem_pool_host, HostKVCache):
+            raise WrongTier(f"a {type(mem_pool_host).__name__} as host pool: expected HostKVCache")
+        if write_policy not in WRITE_POLICIES:
+            raise UnknownName("write_policy", write_policy, WRITE_POLICIES)
+        if io_backend not in IO_BACKENDS:
+            raise UnknownName("io_backend", io_backend, IO_BACKENDS)
+        if page_size != mem_pool_host.page_size:
+            raise InvalidArgument(f"{page_size=}: expected {mem_pool_host.page_size}, as the pools")
+        if storage_backend is not None:
+            self.attach_storage_backend(storage_backend)
+        self.runtime: Runtime = runtime or mem_pool_host.runtime
+        self.mem_pool_device_allocator = token_to_kv_pool_allocator
+        self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
+        self.mem_pool_host = mem_pool_host
+        self.page_size = page_size
+        self.tp_group = tp_group
+        self.load_cache_event = load_cache_event
+        self.write_policy = write_policy
+        self.io_backend = io_backend
+        self.enable_storage = False
+        self.device = self.mem_pool_device.device
+        self.layer_num: int = self.mem_pool_device.layer_num
+        self.layer_done_counter = LayerDoneCounter(self.layer_num, self.runtime)
+        self.mem_pool_device.register_layer_transfer_counter(self.layer_done_counter)
+        self.write_queue: list[CacheOperation] = []
+        self.load_queue: list[CacheOperation] = []
+        self.ack_write_queue: list[HiCacheAck] = []
+        self.ack_load_queue: list[HiCacheAck] = []
+        self.stop_event = threading.Event()
+        self.write_buffer = TransferBuffer(self.stop_event)
+        self.load_buffer = TransferBuffer(self.stop_event, buffer_count=10, max_buffer_size=100)
+        self.write_stream: Any = self.runtime.Stream("write")
+        self.load_stream: Any = self.runtime.Stream("load")
+        self.forward_stream: Any = None
+        self.load_slot_waits = 0
+
+    def register_forward_stream(self, stream: Any) -> None:
+        """Forwards run on ``stream`` and not on the caller's: copies come after them as well."""
+        self.forward_stream = stream
+
+    # ---- device to host ------------------------------------------------------------------------
+
+    def write(
+        self, device_indices: torch.Tensor, priority: int | None = None, node_id: int = -1
+    ) -> torch.Tensor | None:
+        """Start a copy of these device slots to new host slots.
+
+        The device slots must keep their rows, and both sides their owner, until the acknowledgement
+        in ``ack_write_queue`` is done.
+
+        Args:
+            device_indices: integer ``[n]``, whole pages.
+
+        Returns:
+            int64 ``[n]`` host slots, or None (and nothing changed) when too few are free.
+
+        Raises:
+            InvalidArgument: not whole pages.
+        """
+        host_indices = self.mem_pool_host.alloc(len(device_indices))
+        if host_indices is None:
+            return None
+        self.write_queue.append(CacheOperation(host_indices, device_indices, node_id, priority))
+        self.start_writing()
+        return host_indices
+
+    def start_writing(self) -> None:
+        """Start everything in ``write_queue`` as one copy; nothing when it is empty."""
+        if not self.write_queue:
+            return
+        op = CacheOperation.merge_ops(self.write_queue)
+        host_indices, device_indices = self.move_indices(op)
+        self.write_queue.clear()
+        start_event, finish_event = self.runtime.Event(), self.runtime.Event()
+        start_event.record()
+        with self.runtime.stream(self.write_stream):
+            start_event.wait(self.write_stream)
+            self._wait_for_forward(self.write_stream)
+            self.mem_pool_host.backup_from_device_all_layer(
+                self.mem_pool_device, host_indices, device_indices, self.io_backend
+            )
+            finish_event.record()
+            self._keep(self.write_stream, host_indices, device_indices)
+        self.ack_write_queue.append(HiCacheAck(start_event, finish_event, op.node_ids))
+
+    # ---- host to device ------------------------------------------------------------------------
+
+    def load(
+        self, host_indices: torch.Tensor, priority: int | None = None, node_id: int = -1
+    ) -> torch.Tensor | None:
+        """Queue a copy of these host slots to new device slots; ``start_loading`` starts it.
+
+        The host slots must keep their rows, and both sides their owner, until the acknowledgement
+        in ``ack_load_queue`` is done.
+
+        Args:
+            host_indices: integer ``[n]``, whole pages.
+
+        Returns:
+            int64 ``[n]`` device slots, or None (and nothing changed) when too few are free.
+
+        Raises:
+            InvalidArgument: not whole pages.
+            InvalidSlot: host slots that nobody owns.
+        """
+        self.mem_pool_host.check_held(host_indices)
+        device_indices: torch.Tensor | None = self.mem_pool_device_allocator.alloc(
+            len(host_indices)
+        )
+        if device_indices is None:
+            return None
+        self.load_queue.append(CacheOperation(host_indices, device_indices, node_id, priority))
+        return device_indices
+
+    def start_loading(self) -> int:
+        """Start everything in ``load_queue`` as one load, layer by layer.
+
+        When all load slots are in use, the host waits for the oldest load first.
+
+        Returns:
+            The load's slot in ``layer_done_counter``, for the batch that reads it; -1 when nothing
+            was queued.
+        """
+        if not self.load_queue:
+            return -1
+        self._wait_for_load_slot()
+        producer_id = self.layer_done_counter.update_producer()
+        op = CacheOperation.merge_ops(self.load_queue)
+        host_indices, device_indices = self.move_indices(op)
+        self.load_queue.clear()
+        load, finish_event = self.layer_done_counter.events[producer_id], self.runtime.Event()
+        load.start_event.record()
+        with self.runtime.stream(self.load_stream):
+            load.start_event.wait(self.load_stream)
+            self._wait_for_forward(self.load_stream)
+            for layer_id in range(self.layer_num):
+                self.mem_pool_host.load_to_device_per_layer(
+                    self.mem_pool_device, host_indices, device_indices, layer_id, self.io_backend
+                )
+                load.complete(layer_id)
+            finish_event.record()  # of this load's own: the slot's is recorded again by the next
+            self._keep(self.load_stream, host_indices, device_indices)
+        self.ack_load_queue.append(HiCacheAck(load.start_event, finish_event, op.node_ids))
+        return producer_id
+
+    # ---- both ----------------------------------------------------------------------------------
+
+    def move_indices(self, op: CacheOperation) -> tuple[torch.Tensor, torch.Tensor]:
+        """The index tensors of ``op`` where the I/O backend wants them: (host slots, device slots).
+
+        "direct" makes the host wait for the current stream, and sorts the pairs by host slot for
+        ``layer_first`` (longer runs); the others launch a copy on the current stream.
+        """
+        host_indices, device_indices = op.host_indices, op.device_indices
+        if self.io_backend == "direct":
+            self.runtime.host_sync()
+            device_indices = device_indices.cpu()
+            if self.mem_pool_host.layout == "layer_first":
+                host_indices, order = host_indices.sort()
+                device_indices = device_indices[order]
+            return host_indices, device_indices
+        moved = torch.zeros_like(host_indices, device=self.device)
+        self.runtime.h2d(moved, host_indices)
+        return moved, device_indices
+
+    def evict_device(self, device_indices: torch.Tensor) -> int:
+        """Free device slots; returns how many. Raises as the allocator's ``free``."""
+        self.mem_pool_device_allocator.free(device_indices)
+        return len(device_indices)
+
+    def evict_host(self, host_indices: torch.Tensor, backup_only: bool = True) -> int:
+        """Free host slots; returns how many. Raises as :meth:`HostKVCache.free`.
+
+        Raises:
+            InvalidArgument: ``backup_only`` is False (there is no other policy).
+        """
+        if not backup_only:
+            raise InvalidArgument("evict_host(backup_only=False): expected True")
+        return self.mem_pool_host.free(host_indices)
+
+    def reset(self) -> None:
+        """Wait for every copy, then forget all queues and acknowledgements."""
+        self.write_stream.synchronize()
+        self.load_stream.synchronize()
+        for queue in (self.write_queue, self.load_queue):
+            queue.clear()
+        for acks in (self.ack_write_queue, self.ack_load_queue):
+            acks.clear()
+        self.write_buffer.clear()
+        self.load_buffer.clear()
+        self.layer_done_counter.reset()
+
+    def attach_storage_backend(self, storage_backend: str, *_: Any, **__: Any) -> None:
+        """Always refused.
+
+        Raises:
+            InvalidArgument: a tier below the host is not modelled.
+        """
+        raise InvalidArgument(
+            f"{storage_backend=}: expected None, a tier below the host is not modelled"
+        )
+
+    def detach_storage_backend(self) -> None:
+        """Nothing is ever attached: does nothing."""
+
+    def _wait_for_load_slot(self) -> None:
+        finish_event = self.layer_done_counter.next_producer.finish_event
+        if not finish_event.query():
+            self.load_slot_waits += 1
+            finish_event.synchronize()
+
+    def _wait_for_forward(self, stream: Any) -> None:
+        if self.forward_stream is not None:
+            stream.wait_stream(self.forward_stream)
+
+    def _keep(self, stream: Any, *indices: torch.Tensor) -> None:
+        """The launches do not keep index tensors alive; the allocator must not reuse them yet."""
+        for index in indices:
+            self.runtime.record_stream(index, stream)
