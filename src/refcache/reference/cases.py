@@ -289,3 +289,45 @@ def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
     if got.dtype != torch.int64 or got.tolist() != want.tolist():
         return [f"slots {got.dtype} {got.tolist()}, but should be {want.tolist()}: {case}"]
     return []
+
+
+def errors_of(
+    ops: Any,
+    place: Placement | None = None,
+    settle: Callable[[], Any] = int,
+    *,
+    examples: int = 60,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Run the suite on ``ops``: fixed cases first, then ``examples`` drawn ones a kind of op.
+
+    Yields every error as it is found; takes no longer than its consumer asks. ``ops`` may have some
+    of the five ops only.
+    """
+    rng = random.Random(seed)
+    if hasattr(ops, "alloc_extend") and hasattr(ops, "alloc_decode"):
+        device = place.device if place else "cpu"
+        for alloc_case in (
+            *_long_alloc_cases(),
+            *(random_alloc_case(rng) for _ in range(examples)),
+        ):
+            yield from alloc_errors(alloc_case, ops, device)
+    for op in OPS:
+        if hasattr(ops, op):
+            drawn = (random_case(rng, op=op) for _ in range(examples))
+            for case in (*row_bytes_cases(op), *drawn):
+                yield from transfer_errors(case, ops, place, settle)
+
+
+def _long_alloc_cases() -> Iterator[AllocCase]:
+    """Batches and page numbers beyond what one block of a kernel or 32 bits hold."""
+    page = 2**31 // 16 + 3
+    pages = (page, page + 1, page + 2)
+    yield AllocCase((40,), (0,), (-1,), pages, 16, torch.int32)
+    yield AllocCase((17, 33), None, (15, 31), pages, 16, torch.int32)
+    for batch, decode in ((300, True), (1100, False)):
+        seq = tuple(5 + i % 7 for i in range(batch))
+        prefix = None if decode else tuple(s - i % 3 for i, s in enumerate(seq))
+        last = tuple(10_000 * 4 + i * 4 + (s - 2 if decode else s - i % 3 - 1) % 4
+                     for i, s in enumerate(seq))  # fmt: skip
+        yield AllocCase(seq, prefix, last, tuple(range(2, 2 + batch)), 4)

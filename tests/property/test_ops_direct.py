@@ -1,0 +1,104 @@
+"""The copy-engine strategy on the CPU: the interpreter gathers, ``memmove`` is the copy engine."""
+
+import ctypes
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from refcache.errors import InvalidArgument
+from refcache.reference import LAYOUTS, cases
+from refcache_ops import direct
+
+
+@pytest.fixture
+def engine(kernel_ops: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The strategy as ops; ``moved`` counts the copies of each call."""
+    moved: list[int] = []
+
+    def copy_many(targets: Any, sources: Any, sizes: Any, device: Any) -> None:
+        moved.append(len(sizes))
+        for to, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
+            ctypes.memmove(to, source, size)
+
+    monkeypatch.setattr(direct, "copy_many", copy_many)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+    def backup_all_layer(*args: Any, max_programs: int) -> None:
+        direct.backup_all_layer(*args)
+
+    def load_per_layer(*args: Any, max_programs: int) -> None:
+        direct.load_per_layer(*args)
+
+    return SimpleNamespace(
+        backup_all_layer=backup_all_layer, load_per_layer=load_per_layer, moved=moved
+    )
+
+
+def page_pairs(rng: random.Random, page: int, host: int, device: int) -> tuple[Any, ...]:
+    count = rng.randint(0, min(host, device))
+    pages = zip(rng.sample(range(host), count), rng.sample(range(device), count), strict=True)
+    pairs = [(h * page + i, d * page + i) for h, d in pages for i in range(page)]
+    rng.shuffle(pairs)
+    return tuple(pairs)
+
+
+@pytest.mark.parametrize("stage", [1, 400, 1 << 20])
+@pytest.mark.parametrize("op", ["backup_all_layer", "load_per_layer"])
+def test_whole_pages_in_any_order(
+    engine: Any, op: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "STAGE_BYTES", stage)
+    rng = random.Random(stage)
+    for _ in range(25):
+        drawn = cases.random_case(rng, op=op)
+        pairs = page_pairs(rng, drawn.page_size, drawn.host_pages, drawn.device_pages)
+        case = cases.random_case(
+            random.Random(drawn.seed), op=op, pairs=pairs, page_size=drawn.page_size,
+            host_pages=drawn.host_pages, device_pages=drawn.device_pages,
+        )  # fmt: skip
+        assert cases.transfer_errors(case, engine) == []
+
+
+def test_runs_are_coalesced(engine: Any) -> None:
+    """Three pages of four, two of them neighbours on the host."""
+    pairs = [(h * 4 + i, d * 4 + i) for h, d in ((2, 0), (0, 2), (1, 1)) for i in range(4)]
+    copies = {"layer_first": 2 * 2, "page_first": 2, "page_first_direct": 2, "page_head": 2}
+    pairs[:4] = [(3 * 4 + i, i) for i in range(4)]
+    for layout in LAYOUTS:
+        case = cases.TransferCase(layout=layout, pairs=tuple(pairs), heads=((2, 8),))
+        engine.moved.clear()
+        assert cases.transfer_errors(case, engine) == []
+        assert engine.moved == [copies[layout]], layout
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_head"])
+def test_fragments_of_pages_are_refused(engine: Any, layout: str) -> None:
+    whole = [(i, i) for i in range(8)]
+    for pairs in (whole[:7], [*whole[:3], (9, 3), *whole[4:]], [(i + 2, i) for i in range(4)]):
+        on = cases.build(cases.TransferCase(layout=layout, pairs=tuple(pairs)))
+        before = [raw.clone() for raw in on.raw]
+        with pytest.raises(InvalidArgument, match="no whole pages of 4"):
+            direct.backup_all_layer(
+                on.host, on.device, on.host_indices, on.device_indices, 4, layout
+            )
+        assert all(torch.equal(a, b) for a, b in zip(before, on.raw, strict=True))
+
+
+def test_run_bytes_and_the_rule() -> None:
+    row = 2048
+    assert direct.run_bytes("layer_first", 64, 32, row) == 64 * row
+    assert direct.run_bytes("page_first", 1, 32, row) == 32 * row
+    assert direct.run_bytes("page_first", 64, 32, row) == 64 * 32 * row
+    assert direct.run_bytes("page_first_direct", 64, 32, row) == 64 * 32 * row
+    assert direct.run_bytes("page_head", 64, 32, row, heads=8) == 64 * 32 * row
+    assert direct.run_bytes("page_first_direct", 64, 32, row, one_layer=True) == 64 * row
+    assert direct.run_bytes("page_first", 64, 32, row, one_layer=True) == row
+    assert direct.run_bytes("page_head", 64, 32, row, heads=8, one_layer=True) == row // 8
+    assert direct.choose(2048, to_host=True) == "kernel"
+    assert direct.choose(1 << 20, to_host=False) == "direct"
