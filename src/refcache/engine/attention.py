@@ -5,24 +5,20 @@ which the scheduler calls on the stream that writes those rows. (SGLang builds i
 stream: then a row that is reused, or pointed at the tree's slots, while the last forward is still
 running may be read too late.)
 
-The "attention" here returns what the newest token's K row holds, and gives every row of the read
-plan to the :class:`~refcache.engine.content.RowCheck`.
+What a layer computes from the rows is the model's: it subclasses :class:`RadixAttention`. Which
+rows it reads beside the new ones is the model's read plan.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from refcache.engine.content import Cells, RowCheck, TagLedger
+from refcache.engine.content import Cells, ReadPlan
 from refcache.engine.schedule_batch import ModelWorkerBatch
 from refcache.runtime import Region, Runtime
-from refcache.tags import kv_row
-
-
-def words_of(rows: torch.Tensor) -> torch.Tensor:
-    """KV rows ``[n, heads, dim]`` of any dtype as 64-bit words ``[n, width]``, a view."""
-    return rows.flatten(1).view(torch.int64)
 
 
 @dataclass
@@ -41,27 +37,21 @@ class ForwardMetadata:
 
 
 class AttentionBackend:
-    """Reads and writes the device pool for every layer."""
+    """Reads and writes the device pool for every layer; ``plan``: which rows a forward reads."""
 
     def __init__(
-        self,
-        req_to_token_pool: Any,
-        token_to_kv_pool: Any,
-        ledger: TagLedger,
-        check: RowCheck,
-        runtime: Runtime,
+        self, req_to_token_pool: Any, token_to_kv_pool: Any, plan: ReadPlan, runtime: Runtime
     ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
-        self.ledger = ledger
-        self.check = check
+        self.plan = plan
         self.runtime = runtime
         self.forward_metadata: ForwardMetadata
 
     def init_forward_metadata(self, batch: ModelWorkerBatch) -> None:
         """Launch the reading of the page table on the current stream."""
         table = self.req_to_token_pool.req_to_token
-        metadata = ForwardMetadata(self.check.plan(batch), batch.out_cache_loc)
+        metadata = ForwardMetadata(self.plan(batch), batch.out_cache_loc)
         self.forward_metadata = metadata
         if not metadata.cells:
             return
@@ -77,66 +67,87 @@ class AttentionBackend:
         )
 
     def forward(
-        self, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        batch: ModelWorkerBatch,
     ) -> torch.Tensor:
         """Write the batch's rows of ``layer``, then attend."""
         self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         if batch.forward_mode.is_decode():
-            return self.forward_decode(layer, batch)
-        return self.forward_extend(layer, batch)
+            return self.forward_decode(q, layer, batch)
+        return self.forward_extend(q, layer, batch)
 
-    def forward_extend(self, layer: "RadixAttention", batch: ModelWorkerBatch) -> torch.Tensor:
-        """Several new tokens a request; the newest is the last of each."""
-        last = torch.tensor(batch.extend_seq_lens).cumsum(0) - 1
-        return self._attend(layer, batch, batch.out_cache_loc[last])
+    def forward_extend(
+        self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch
+    ) -> torch.Tensor:
+        """Several new tokens a request."""
+        return self._attend(q, layer, batch, batch.extend_seq_lens)
 
-    def forward_decode(self, layer: "RadixAttention", batch: ModelWorkerBatch) -> torch.Tensor:
+    def forward_decode(
+        self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch
+    ) -> torch.Tensor:
         """One new token a request."""
-        return self._attend(layer, batch, batch.out_cache_loc)
+        return self._attend(q, layer, batch, [1] * len(batch.rows))
 
     def _attend(
-        self, layer: "RadixAttention", batch: ModelWorkerBatch, newest: torch.Tensor
+        self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch, new: list[int]
     ) -> torch.Tensor:
-        metadata = self.forward_metadata
-        buffers = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)[: len(layer.codes)]
-        words = [words_of(buffer) for buffer in buffers]
-        out = torch.empty_like(batch.seq_lens)
-
-        def run() -> None:
-            torch.sub(words[0][newest, 0], layer.codes[0][0], out=out)
-            for cells, slots in zip(metadata.cells, metadata.pages, strict=True):
-                for plane, code in enumerate(layer.codes):
-                    self.check.compare(
-                        self.ledger, batch, cells, slots, words[plane], code, layer.layer_id, plane
-                    )
-
-        pool = self.token_to_kv_pool
+        pool, metadata = self.token_to_kv_pool, self.forward_metadata
+        buffers = pool.get_kv_buffer(layer.layer_id)
+        out = layer.empty_output(batch)
         self.runtime.launch(
             "attention",
-            run,
+            lambda: layer.attend(q, buffers, metadata, batch, new, out),
             reads=[
                 Region(metadata, 0, 0, 0),
-                *(pool.region(p, layer.layer_id, metadata.slots) for p in range(len(words))),
+                *(pool.region(p, layer.layer_id, metadata.slots) for p in range(len(pool.planes))),
             ],
         )
         return out
 
 
-class RadixAttention:
-    """One attention layer.
+class RadixAttention(ABC):
+    """One attention layer of a model."""
 
-    Attributes:
-        codes: for each plane int64 ``[width]``: what its words add to a token's tag.
-    """
-
-    def __init__(self, layer_id: int, widths: list[int]) -> None:
-        """``widths``: words of a row in each plane."""
+    def __init__(self, layer_id: int) -> None:
         self.layer_id = layer_id
-        zero = torch.zeros(1, dtype=torch.int64)
-        self.codes = [kv_row(zero, layer_id, p, width)[0] for p, width in enumerate(widths)]
 
     def forward(
-        self, k: torch.Tensor, v: torch.Tensor, batch: ModelWorkerBatch, backend: AttentionBackend
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ModelWorkerBatch,
+        backend: AttentionBackend,
     ) -> torch.Tensor:
-        """int64 ``[batch]``: the tag that the newest K row of each request holds."""
-        return backend.forward(k, v, self, batch)
+        """Write K and V rows ``[tokens, heads, dim]`` and attend; see :meth:`empty_output`.
+
+        All tensors, the result too, are filled by launches on the current stream.
+        """
+        return backend.forward(q, k, v, self, batch)
+
+    @abstractmethod
+    def empty_output(self, batch: ModelWorkerBatch) -> torch.Tensor:
+        """What :meth:`attend` fills."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        metadata: ForwardMetadata,
+        batch: ModelWorkerBatch,
+        new: list[int],
+        out: torch.Tensor,
+    ) -> None:
+        """Read the rows and fill ``out``. Runs inside a launch.
+
+        Args:
+            q: what the model passed to :meth:`forward`.
+            buffers: what the pool's K and V getters gave, ``[slots, heads, dim]`` each.
+            metadata: the page table, filled.
+            new: how many tokens of each request are new in this forward.
+        """

@@ -5,24 +5,72 @@ V rows, writes them, and attends; the next token is a function of what the last 
 greedy decoding is deterministic, and a wrong KV row changes the output as it would in a real model.
 
 What is real: which rows are written and read, when, and through which calls. What is not: the
-arithmetic.
+arithmetic. A model with arithmetic is :class:`refcache.engine.transformer.Transformer`.
 """
+
+from collections.abc import Sequence
 
 import torch
 
-from refcache.engine.attention import AttentionBackend, RadixAttention, words_of
-from refcache.engine.content import TagLedger
+from refcache.engine.attention import AttentionBackend, ForwardMetadata, RadixAttention
+from refcache.engine.content import RowCheck, TagLedger
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.schedule_batch import ModelWorkerBatch
 from refcache.errors import InvalidArgument
 from refcache.pool import KVCache
 from refcache.runtime import Region, Runtime
+from refcache.tags import kv_row
+
+
+def words_of(rows: torch.Tensor) -> torch.Tensor:
+    """KV rows ``[n, heads, dim]`` of any dtype as 64-bit words ``[n, width]``, a view."""
+    return rows.flatten(1).view(torch.int64)
+
+
+class TagAttention(RadixAttention):
+    """Gives what the newest K row of each request holds, and every row of the plan to the check.
+
+    Attributes:
+        codes: for each plane int64 ``[width]``: what its words add to a token's tag.
+    """
+
+    def __init__(self, layer_id: int, widths: list[int], ledger: TagLedger, check: RowCheck):
+        """``widths``: words of a row in each plane."""
+        super().__init__(layer_id)
+        zero = torch.zeros(1, dtype=torch.int64)
+        self.codes = [kv_row(zero, layer_id, p, width)[0] for p, width in enumerate(widths)]
+        self.ledger = ledger
+        self.check = check
+
+    def empty_output(self, batch: ModelWorkerBatch) -> torch.Tensor:
+        """int64 ``[batch]``: the tag that the newest K row of each request holds."""
+        return torch.empty_like(batch.seq_lens)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        metadata: ForwardMetadata,
+        batch: ModelWorkerBatch,
+        new: list[int],
+        out: torch.Tensor,
+    ) -> None:
+        """See the class; the value of MLA is part of its key, so one of both is read."""
+        words = [words_of(buffer) for buffer in buffers[: len(self.codes)]]
+        newest = metadata.newest[torch.tensor(new).cumsum(0) - 1]
+        torch.sub(words[0][newest, 0], self.codes[0][0], out=out)
+        for cells, slots in zip(metadata.cells, metadata.pages, strict=True):
+            for plane, code in enumerate(self.codes):
+                self.check.compare(
+                    self.ledger, batch, cells, slots, words[plane], code, self.layer_id, plane
+                )
 
 
 class TagModel:
     """See the module docstring.
 
     Args:
+        check: which KV rows a forward reads and compares.
         pool: the device pool; None keeps no KV, and nothing is written, read or checked.
 
     Raises:
@@ -30,13 +78,19 @@ class TagModel:
     """
 
     def __init__(
-        self, config: ModelConfig, ledger: TagLedger, pool: KVCache | None, runtime: Runtime
+        self,
+        config: ModelConfig,
+        ledger: TagLedger,
+        check: RowCheck,
+        pool: KVCache | None,
+        runtime: Runtime,
     ) -> None:
         self.config = config
         self.ledger = ledger
+        self.plan = check.plan
         self.pool = pool
         self.runtime = runtime
-        self.layers: list[RadixAttention] = []
+        self.layers: list[TagAttention] = []
         if pool is None:
             return
         widths = []
@@ -48,7 +102,8 @@ class TagModel:
                 )
             widths.append(row_bytes // 8)
         self.layers = [
-            RadixAttention(layer, widths) for layer in range(pool.start_layer, pool.end_layer + 1)
+            TagAttention(layer, widths, ledger, check)
+            for layer in range(pool.start_layer, pool.end_layer + 1)
         ]
 
     def forward(self, batch: ModelWorkerBatch, backend: AttentionBackend) -> torch.Tensor:
@@ -56,7 +111,7 @@ class TagModel:
         hidden, out = self._embed(batch)
         for layer in self.layers:
             k, v = self._project(layer, hidden)
-            out = layer.forward(k, v, batch, backend)
+            out = layer.forward(hidden, k, v, batch, backend)
         return self._sample(out)
 
     def _embed(self, batch: ModelWorkerBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +144,7 @@ class TagModel:
         last.copy_(tags)
 
     def _project(
-        self, layer: RadixAttention, hidden: torch.Tensor
+        self, layer: TagAttention, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V rows of these tags; MLA has one row, and V is part of it."""
         assert self.pool is not None

@@ -10,13 +10,13 @@ saver region, custom memory pools, CUDA graphs, draft models, hybrid pools.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from refcache.engine.attention import AttentionBackend
-from refcache.engine.content import RowCheck, TagLedger
+from refcache.engine.content import ReadPlan, RowCheck, TagLedger
 from refcache.engine.model import TagModel
 from refcache.engine.model_config import ModelConfig, get_attention_tp_size
 from refcache.engine.schedule_batch import ModelWorkerBatch
@@ -26,7 +26,19 @@ from refcache.runtime import ImmediateRuntime, Runtime
 from refcache.types import ServerArgs
 
 MakeAllocator = Callable[["ModelRunner"], Any]
+MakeModel = Callable[["ModelRunner"], "Model"]
 GB = 1 << 30
+
+
+class Model(Protocol):
+    """What a runner runs. ``plan``: which KV rows its attention reads beside the new ones."""
+
+    plan: ReadPlan
+
+    def forward(self, batch: ModelWorkerBatch, backend: AttentionBackend) -> torch.Tensor:
+        """Launch a forward on the current stream; the next tokens, int64 ``[batch]``."""
+        ...
+
 
 KV_CACHE_DTYPES = {
     "bf16": torch.bfloat16,
@@ -43,6 +55,14 @@ def make_allocator(runner: "ModelRunner") -> Any:
     if page_size == 1:
         return TokenToKVPoolAllocator(size, dtype, runner.device, pool, runtime=runtime)
     return PagedTokenToKVPoolAllocator(size, page_size, dtype, runner.device, pool, runtime=runtime)
+
+
+def make_model(runner: "ModelRunner") -> Model:
+    """The stand-in model, whose rows the runner's check compares."""
+    rows = runner.req_to_token_pool
+    ledger = TagLedger(rows.size, rows.max_context_len)
+    pool, config = runner.token_to_kv_pool, runner.model_config
+    return TagModel(config, ledger, runner.check, pool, runner.runtime)
 
 
 class ModelRunnerKVCacheMixin:
@@ -149,7 +169,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     Args:
         make_allocator: makes the slot allocator, given this runner with its pools made.
-        check: which KV rows a forward reads and compares.
+        make_model: makes the model, given this runner with its pools made.
+        check: which KV rows a forward of the stand-in model reads and compares.
         keep_kv: False keeps no KV bytes: slots are accounted, nothing is read or checked.
         pre_model_load_memory: see ``init_memory_pool``.
     """
@@ -161,6 +182,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         *,
         runtime: Runtime | None = None,
         make_allocator: MakeAllocator = make_allocator,
+        make_model: MakeModel = make_model,
         check: RowCheck | None = None,
         keep_kv: bool = True,
         pre_model_load_memory: float | None = None,
@@ -169,6 +191,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.model_config = model_config
         self.runtime = runtime or ImmediateRuntime()
         self.make_allocator = make_allocator
+        self.make_model = make_model
         self.check = check or RowCheck()
         self.keep_kv = keep_kv
         self.page_size = server_args.page_size
@@ -181,11 +204,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
     def initialize(self, pre_model_load_memory: float | None) -> None:
         """Make the pools, then the model and its attention backend over them."""
         self.init_memory_pool(pre_model_load_memory)
-        rows = self.req_to_token_pool
-        self.ledger = TagLedger(rows.size, rows.max_context_len)
-        self.model = TagModel(self.model_config, self.ledger, self.token_to_kv_pool, self.runtime)
+        self.model = self.make_model(self)
         self.attn_backend = AttentionBackend(
-            rows, self.token_to_kv_pool, self.ledger, self.check, self.runtime
+            self.req_to_token_pool, self.token_to_kv_pool, self.model.plan, self.runtime
         )
 
     def init_forward_metadata(self, batch: ModelWorkerBatch) -> None:

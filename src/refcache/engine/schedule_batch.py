@@ -191,7 +191,7 @@ class ScheduleBatch:
             extend_prefix_lens=self.prefix_lens if extend else [],
             extend_seq_lens=self.extend_lens if extend else [],
             cached_prefix_ids=self.cached_prefix_ids if extend else [],
-            extra_keys=[r.extra_key for r in self.reqs] if extend else [],
+            extra_keys=[r.extra_key for r in self.reqs],
             rows=[r.req_pool_idx for r in self.reqs],  # type: ignore[misc]
             rids=[r.rid for r in self.reqs],
             hicache_consumer_index=self.hicache_consumer_index,

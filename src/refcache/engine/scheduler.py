@@ -23,7 +23,13 @@ from refcache.engine.content import RowCheck
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
-from refcache.engine.model_runner import MakeAllocator, ModelRunner, make_allocator
+from refcache.engine.model_runner import (
+    MakeAllocator,
+    MakeModel,
+    ModelRunner,
+    make_allocator,
+    make_model,
+)
 from refcache.engine.output_processor import SchedulerOutputProcessorMixin
 from refcache.engine.req import FINISH_ABORT, Req
 from refcache.engine.schedule_batch import ScheduleBatch
@@ -72,7 +78,9 @@ class Scheduler(SchedulerOutputProcessorMixin):
         runtime: the machine; the immediate one by default.
         make_allocator, make_tree: the components to drive; refcache's by default. The tree is
             called as SGLang's trees are.
-        check: which KV rows a forward reads and compares; default all, raising at the first wrong.
+        make_model: the model to run, given the runner; the stand-in model by default.
+        check: which KV rows a forward of the stand-in model reads and compares; default all,
+            raising at the first wrong.
         observer: told what the loop does.
         keep_kv: False keeps no KV bytes; nothing is checked then.
         pre_model_load_memory: GB of device memory; needed without ``max_total_tokens``.
@@ -91,6 +99,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
         runtime: Runtime | None = None,
         make_allocator: MakeAllocator = make_allocator,
         make_tree: MakeTree = make_tree,
+        make_model: MakeModel = make_model,
         check: RowCheck | None = None,
         observer: SchedulerObserver | None = None,
         keep_kv: bool = True,
@@ -106,6 +115,7 @@ class Scheduler(SchedulerOutputProcessorMixin):
             model_config or ModelConfig(),
             runtime=runtime,
             make_allocator=make_allocator,
+            make_model=make_model,
             check=check,
             keep_kv=keep_kv,
             pre_model_load_memory=pre_model_load_memory,
