@@ -57,7 +57,7 @@ def test_buffer_is_registered_whole_and_in_chunks_that_split_no_page():
     page_bytes = 1152 * 3
     unit = page_bytes * PAGE // gcd(page_bytes, PAGE)
     cudart = FakeCudart()
-    allocator = HostTensorAllocator(cudart, chunk_bytes=2 * unit + 5)
+    allocator = HostTensorAllocator(cudart, chunk_bytes=2 * unit + page_bytes + 5)
     buffer = alloc_with_host_register(
         (5 * unit // page_bytes, page_bytes), torch.uint8, "cpu", True, allocator, page_bytes
     )

@@ -1,0 +1,91 @@
+"""The CUDA machine passes everything on to torch; here on a recording stand-in."""
+
+from contextlib import nullcontext
+
+import torch
+
+from refcache.runtime import CudaRuntime, Part, Runtime
+
+
+class FakeCuda:
+    """Records the calls of the module it stands for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, args))
+            return nullcontext(self) if name == "stream" else self
+
+        return call
+
+
+def test_every_call_becomes_torchs():
+    cuda = FakeCuda()
+    machine: Runtime = CudaRuntime("cuda:1", cuda)
+    stream, event = machine.Stream("load"), machine.Event()
+    with machine.stream(stream), machine.actor("io"), machine.Lock():
+        machine.current_stream()
+        machine.default_stream()
+    machine.host_sync()
+    machine.synchronize()
+    assert cuda.calls == [
+        ("Stream", ("cuda:1",)),
+        ("Event", ()),
+        ("stream", (stream,)),
+        ("current_stream", ("cuda:1",)),
+        ("default_stream", ("cuda:1",)),
+        ("current_stream", ("cuda:1",)),
+        ("synchronize", ()),
+        ("synchronize", ("cuda:1",)),
+    ]
+    assert event is cuda
+
+
+def test_launches_are_issued_and_parts_record_their_events():
+    cuda, out = FakeCuda(), []
+    machine = CudaRuntime(None, cuda)
+    machine.launch("a", lambda i: out.append(i.tolist()), indices=(torch.tensor([3]),))
+    machine.host_access("b", lambda: out.append("b"))
+    machine.launch_parts(
+        "c", [Part(lambda: out.append("c"), (), (), cuda), Part(lambda: out.append("d"), (), ())]
+    )
+    assert out == [[3], "b", "c", "d"]
+    assert [name for name, _ in cuda.calls] == ["current_stream", "record"]
+
+
+def test_copies_block_the_host_only_into_pageable_memory():
+    class Recorder(torch.Tensor):
+        def copy_(self, source, non_blocking=False):
+            self.non_blocking = non_blocking
+            return super().copy_(source)
+
+    machine, source = CudaRuntime(None, FakeCuda()), torch.tensor([3])
+    for copy, pinned, non_blocking in [
+        (machine.h2d, False, True),  # torch stages a pageable source before it returns
+        (machine.h2d, True, True),
+        (machine.d2h, False, False),
+        (machine.d2h, True, True),
+    ]:
+        target = torch.zeros(1, dtype=torch.long).as_subclass(Recorder)
+        copy(target, source, pinned=pinned)
+        assert (target.item(), target.non_blocking) == (3, non_blocking)
+
+
+def test_record_stream_is_for_device_tensors():
+    recorded = []
+
+    class OnDevice:
+        is_cuda = True
+
+        def record_stream(self, stream):
+            recorded.append(stream)
+
+    machine = CudaRuntime(None, FakeCuda())
+    machine.record_stream(torch.zeros(1), "load")
+    machine.record_stream(OnDevice(), "write")
+    assert recorded == ["write"]
+    queue = machine.Queue()
+    queue.put(1)
+    assert queue.get_nowait() == 1
