@@ -6,4 +6,14 @@ people's caches (``refcache.oracle``, ``refcache.testing``, the ``refcache`` com
 ops (``refcache_ops``). Start with ``docs/``.
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``refcache.record`` is :func:`refcache.oracle.trace.record.record`, imported at first use."""
+    if name == "record":
+        return importlib.import_module("refcache.oracle.trace.record").record
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

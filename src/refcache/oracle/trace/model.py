@@ -1,0 +1,127 @@
+"""What a judge knows: who owns each page of both tiers, and how it came to be so.
+
+:class:`History` is the oracle's :class:`~refcache.oracle.ledger.Ledger` with two additions: locks
+are counted, so that a long trace costs no more than a short one; and each page remembers the
+records that made it what it is, which is the argument behind a verdict.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from refcache.oracle.ledger import Ledger, Prefix
+from refcache.oracle.violation import Violation
+
+SHOWN = 12
+
+
+class History(Ledger):
+    """See the module docstring.
+
+    Attributes:
+        at: the record in progress, for people.
+        past: for each page, what happened to it since it was handed out last.
+        below: cached pages that directly follow a prefix.
+        dropped: prefixes that left this tier in the record in progress.
+        tier: "" for the device, "host " for the host, whose pages are numbered from 0.
+    """
+
+    def __init__(self, pages: int, page_size: int, tier: str = "") -> None:
+        self.at = ""
+        self.tier = tier
+        super().__init__(pages, page_size, self._raise, first=0 if tier else 1)
+
+    def _raise(self, rule: str, evidence: str) -> None:
+        if self.tier:
+            rule = {"P0": "H1", "P1": "H1"}.get(rule, rule)
+            evidence = re.sub(r"\b(pages?|slot)\b", rf"{self.tier}\1", evidence)
+        raise Violation(rule, evidence)
+
+    def clear(self) -> None:
+        super().clear()
+        self.past: dict[int, list[str]] = {}
+        self.below: Counter[Prefix] = Counter()
+        self.holding: Counter[tuple[Any, Prefix]] = Counter()
+        self.lock_count: Counter[Prefix] = Counter()
+        self.dropped: list[Prefix] = []
+
+    @property
+    def free_count(self) -> int:
+        return self.pages - len(self.owner) - len(self.queued or ())
+
+    def locked(self) -> Any:
+        return self.lock_count.keys()
+
+    def hold(self, handle: Any, prefix: Prefix) -> None:
+        self.holding[handle, prefix] += 1
+        self.lock_count.update(self.prefixes(prefix))
+
+    def drop(self, handle: Any, prefix: Prefix) -> None:
+        if not self.holding[handle, prefix]:
+            raise Violation("L2", f"node {handle} was unlocked, and nobody holds it")
+        self.holding[handle, prefix] -= 1
+        if not self.holding[handle, prefix]:
+            del self.holding[handle, prefix]
+        for part in self.prefixes(prefix):
+            self.lock_count[part] -= 1
+            if not self.lock_count[part]:
+                del self.lock_count[part]
+
+    def take(self, slots: Iterable[int], name: str) -> None:
+        pages = list(dict.fromkeys(slot // self.page_size for slot in slots))
+        super().take((page * self.page_size for page in pages), name)
+        for page in pages:
+            self.past[page] = [f"{self.at} handed out {self.tier}page {page}"]
+
+    def adopt(self, prefix: Prefix, page: int) -> None:
+        super().adopt(prefix, page)
+        self.below[self.above(prefix)] += 1
+        self._tell(page, f"cached it for {show(prefix)}")
+
+    def release(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        owners = [self.owner.get(page) for page in pages]
+        super().release(pages)
+        for page, owner in zip(pages, owners, strict=True):
+            self._tell(page, "freed it")
+            if isinstance(owner, tuple):
+                self.left(owner)
+
+    def left(self, prefix: Prefix) -> None:
+        """A prefix is no longer in this tier."""
+        self.dropped.append(prefix)
+        self.below[self.above(prefix)] -= 1
+        if not self.below[self.above(prefix)]:
+            del self.below[self.above(prefix)]
+
+    def forget(self) -> None:
+        """The tree gives up all that it has; the pages are nobody's until they are cleared."""
+        for prefix in list(self.cached):
+            self.owner[self.cached[prefix]] = "the tree before its reset"
+        self.cached.clear()
+        self.below.clear()
+        self.holding.clear()
+        self.lock_count.clear()
+
+    def above(self, prefix: Prefix) -> Prefix:
+        return prefix[0], prefix[1][: -self.page_size]
+
+    def _tell(self, page: int, what: str) -> None:
+        self.past.setdefault(page, []).append(f"{self.at} {what}")
+
+    def story(self, pages: Iterable[int]) -> list[str]:
+        """What happened to pages, one line each."""
+        return [
+            f"{self.tier}page {page}: " + "; then ".join(self.past[page])
+            for page in pages
+            if page in self.past
+        ]
+
+
+def show(prefix: Prefix) -> str:
+    """A prefix, for people."""
+    space, elements = prefix
+    shown = ", ".join(map(str, elements[:SHOWN]))
+    more = f", ... {len(elements)} in all" if len(elements) > SHOWN else ""
+    return f"[{shown}{more}]" + ("" if space is None else f" in {space!r}")
