@@ -6,7 +6,7 @@ what the ledger knows is cached.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from refcache.oracle.ledger import Ledger
@@ -14,9 +14,14 @@ from refcache.oracle.violation import Violation
 
 
 class EventReplay:
-    """Applies events to an empty set. ``resident``: hash of each cached page, to its elements."""
+    """Applies events to an empty set. ``resident``: hash of each cached page, to its elements.
 
-    def __init__(self) -> None:
+    ``above``: the replay of the tier above, where a page's parent may be instead (a write-back
+    stores a page before its parent).
+    """
+
+    def __init__(self, above: "Callable[[], EventReplay | None]" = lambda: None) -> None:
+        self.above = above
         self.resident: dict[int, tuple[Any, ...]] = {}
         self.named: dict[int, tuple[Any, ...]] = {}
 
@@ -36,13 +41,15 @@ class EventReplay:
     def _store(self, event: Any) -> None:
         above: tuple[Any, ...] = ()
         if event.parent_block_hash is not None:
-            if event.parent_block_hash not in self.resident:
+            upper = self.above()
+            known = self.resident if upper is None else {**upper.resident, **self.resident}
+            if event.parent_block_hash not in known:
                 raise Violation(
                     "N2",
                     f"stored {list(event.token_ids)} after page {event.parent_block_hash}, which "
                     "is not stored",
                 )
-            above = self.resident[event.parent_block_hash]
+            above = known[event.parent_block_hash]
         size = event.block_size
         for i, block in enumerate(event.block_hashes):
             above = above + tuple(event.token_ids[i * size : (i + 1) * size])

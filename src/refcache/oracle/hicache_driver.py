@@ -95,7 +95,7 @@ class HiCacheDriver(TreeDriver):
         self.in_flight: dict[tuple[str, Any], InFlight] = {}
         self.consumer = -1
         self.no_room = False
-        self.host_events = EventReplay()
+        self.host_events = EventReplay(above=lambda: self.events)
 
         def wrap(allocator: Any) -> RecordingAllocator:
             return RecordingAllocator(allocator, self.ledger)
@@ -351,19 +351,18 @@ class HiCacheDriver(TreeDriver):
         """Rows are compared when the forward runs; see ``HostContent.forward``."""
 
     def check(self) -> None:
-        if self.events is not None:
-            taken = self.on_target(self.tree.take_events)
-            self.host_events.apply(
-                e for e in taken if getattr(e, "medium", None) not in (None, "GPU")
-            )
-            self.events.apply(e for e in taken if getattr(e, "medium", "GPU") == "GPU")
-            self.events.check(self.ledger)
-        events, self.events = self.events, None
-        try:
-            super().check()
-        finally:
-            self.events = events
+        super().check()
         self._check_host()
+
+    def _check_events(self, events: EventReplay) -> None:
+        taken = self.on_target(self.tree.take_events)
+        for event in taken:
+            medium = getattr(event, "medium", None)
+            if medium in (None, "GPU"):
+                events.apply([event])
+            if medium != "GPU":
+                self.host_events.apply([event])
+        events.check(self.ledger)
 
     def _check_host(self) -> None:
         c, state, host = self.config, self.state(), self._host()
@@ -399,6 +398,7 @@ class HiCacheDriver(TreeDriver):
     def _check_host_events(self) -> None:
         if self.events is None:
             return
+        self._check_events(self.events)
         seen = sorted(self.host_events.resident.values())
         size, expected = self.page_size, []
         for index, prefix in self.state().view.paths():

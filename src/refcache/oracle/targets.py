@@ -96,7 +96,7 @@ class RefcacheTarget(Target):
         )
         tree = HiRadixCache(params, args)
         tree.load_back_threshold = config.load_back_threshold
-        tree.cache_controller.forward_stream = forward_stream
+        tree.cache_controller.register_forward_stream(forward_stream)
         counter = tree.cache_controller.layer_done_counter
         host = tree.token_to_kv_pool_host
         return HiCacheParts(tree, allocator, rows, pool, host, host.planes, counter)

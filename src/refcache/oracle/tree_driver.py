@@ -597,10 +597,13 @@ class TreeDriver(Driver):
         for req in self.requests:
             self._read_check(req)
         if self.events is not None:
-            self.events.apply(self.on_target(self.tree.take_events))
-            self.events.check(self.ledger)
+            self._check_events(self.events)
         if "inspect" in self.target.capabilities:
             check_state(self.state())
+
+    def _check_events(self, events: EventReplay) -> None:
+        events.apply(self.on_target(self.tree.take_events))
+        events.check(self.ledger)
 
     def _check_sizes(self) -> None:
         size = self.page_size

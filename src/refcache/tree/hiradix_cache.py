@@ -1,0 +1,374 @@
+"""``HiRadixCache``: the prefix tree over two tiers, device (HBM) and host (pinned DRAM).
+
+A node's KV is on the device, on the host, or on both. Copies run on the controller's streams while
+the tree goes on; what a running copy uses stays where it is until its acknowledgement:
+
+===============  =======================  =========================================
+operation        the source is kept by    the destination is kept by
+===============  =======================  =========================================
+write (backup)   a lock on the node       ``protect_host`` on the node
+write-back       (the eviction waits)     ``protect_host`` on the node
+load back        ``protect_host``         a lock on the last loaded node
+===============  =======================  =========================================
+
+A match or an insert may split a node while a copy runs. The operation is therefore a list of nodes,
+in path order: a split adds the upper half, and the acknowledgement releases every fragment.
+
+Invariants that shape the code: the device-resident nodes are closed under taking prefixes (T1); a
+node that is not on the device is on the host (T2); under the write-through policies the nodes on
+the host are closed as well (T3), since a node whose parent has no host copy is not written.
+
+Models SGLang 0.5.10's ``HiRadixCache``, without its corruption bugs (load-back does not protect its
+host slots, host leaves defined by device state, nodes queued that were never written, acks of loads
+not agreed between ranks). Left out: storage below the host, prefetch, the metrics.
+"""
+
+import heapq
+import threading
+from typing import Any
+
+import torch
+
+from refcache.controller import HiCacheController
+from refcache.errors import InvalidArgument
+from refcache.events import MEDIUM_CPU
+from refcache.pool import HostKVCache, host_pool_for
+from refcache.tree.consensus import consensus_of
+from refcache.tree.node import TreeNode
+from refcache.tree.radix_cache import RadixCache
+from refcache.types import (
+    CacheInitParams,
+    EvictParams,
+    IncLockRefResult,
+    InitLoadBackParams,
+    InsertParams,
+    MatchResult,
+    ServerArgs,
+)
+
+LOAD_BACK_THRESHOLD = 10  # tokens; a smaller load costs more than computing them again
+HITS_UNTIL_WRITTEN = {"write_through": 1, "write_through_selective": 2}
+
+
+class HiRadixCache(RadixCache):
+    """See the module docstring.
+
+    Attributes:
+        token_to_kv_pool_host: the host pool; ``cache_controller``: who copies.
+        load_back_threshold: a load of fewer tokens is refused.
+        write_through_threshold: hits until a node is written; None under ``write_back``.
+        ongoing_write_through, ongoing_load_back: node id to the fragments of a running copy, in
+            path order; the last one is the node that the operation began with.
+        evictable_host_leaves: on the host only, unlocked, without a child on the host.
+
+    Raises:
+        HostPoolTooSmall: a host pool that is not larger than the device pool.
+        UnknownName, InvalidArgument: as :class:`RadixCache`.
+    """
+
+    def __init__(self, params: CacheInitParams, server_args: ServerArgs) -> None:
+        """``params.tp_cache_group``: see :func:`refcache.tree.consensus.consensus_of`."""
+        device_pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self.token_to_kv_pool_host: HostKVCache = host_pool_for(device_pool, server_args)
+        self.load_cache_event = threading.Event()
+        self.cache_controller = HiCacheController(
+            params.token_to_kv_pool_allocator,
+            self.token_to_kv_pool_host,
+            params.page_size,
+            params.tp_cache_group,
+            load_cache_event=self.load_cache_event,
+            write_policy=server_args.hicache_write_policy,
+            io_backend=server_args.hicache_io_backend,
+            runtime=params.runtime,
+        )
+        self.tp_group = consensus_of(params.tp_cache_group)
+        self.write_policy = server_args.hicache_write_policy
+        self.write_through_threshold = HITS_UNTIL_WRITTEN.get(self.write_policy)
+        self.load_back_threshold = LOAD_BACK_THRESHOLD
+        self.ongoing_write_through: dict[int, list[TreeNode]] = {}
+        self.ongoing_load_back: dict[int, list[TreeNode]] = {}
+        self.evictable_host_leaves: set[TreeNode] = set()
+        super().__init__(params)
+
+    def reset(self) -> None:
+        """Wait for every copy, then forget everything; the host pool is empty afterwards."""
+        self.cache_controller.reset()
+        self.token_to_kv_pool_host.clear()
+        self.ongoing_write_through.clear()
+        self.ongoing_load_back.clear()
+        self.evictable_host_leaves.clear()
+        super().reset()
+        self.root_node.host_value = self._no_slots()
+
+    # ---- device to host --------------------------------------------------------------------------
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        """Queue a copy of ``node`` to the host; host leaves go to make room.
+
+        Returns:
+            The tokens that are being written; 0 when there is no room, or when the parent has no
+            host copy and this is not a write-back (the copy could not be reached).
+        """
+        assert node.value is not None
+        assert node.parent is not None
+        if not write_back and not node.parent.backuped:
+            return 0
+        host_slots = self.cache_controller.write(node.value, node_id=node.id)
+        if host_slots is None:
+            self.evict_host(len(node.value))
+            host_slots = self.cache_controller.write(node.value, node_id=node.id)
+        if host_slots is None:
+            return 0
+        node.host_value = host_slots.clone()
+        node.protect_host()
+        if not write_back:
+            self.inc_lock_ref(node)
+        self.ongoing_write_through[node.id] = [node]
+        self._update_leaf_status(node.parent)
+        return len(host_slots)
+
+    def writing_check(self, write_back: bool = False) -> None:
+        """Acknowledge the writes that every rank has finished; ``write_back`` waits for all.
+
+        An acknowledged node is released and its pages are announced on the host.
+        """
+        acks = self.cache_controller.ack_write_queue
+        if write_back:
+            for ack in acks:
+                ack.finish_event.synchronize()
+            done = len(acks)
+        else:
+            done = self._finished_everywhere(acks)
+        for ack in acks[:done]:
+            for node_id in ack.node_ids:
+                fragments = self.ongoing_write_through.pop(node_id)
+                for node in fragments:
+                    node.release_host()
+                    self.events.stored(node, MEDIUM_CPU)
+                if self.write_policy != "write_back":
+                    self.dec_lock_ref(fragments[-1])
+        del acks[:done]
+
+    def flush_write_through_acks(self) -> None:
+        """Acknowledge finished writes in a phase without prefills (decode only)."""
+        self.writing_check()
+
+    def _inc_hit_count(self, node: TreeNode, params: InsertParams, done: int) -> None:
+        if self.write_through_threshold is None:
+            return  # write_back: nothing is counted, a node is written when it is evicted
+        super()._inc_hit_count(node, params, done)
+        if not node.backuped and node.hit_count >= self.write_through_threshold:
+            self.write_backup(node)
+
+    def _pass(self, node: TreeNode, value: torch.Tensor, params: InsertParams, done: int) -> int:
+        """Over an evicted node, the insert brings it back to the device; that is no visit."""
+        if not node.evicted:
+            return super()._pass(node, value, params, done)
+        self._place(node, value)
+        return 0
+
+    # ---- eviction --------------------------------------------------------------------------------
+
+    def _evict_leaf(self, node: TreeNode) -> int:
+        """Free a leaf's device slots; it stays if it has, or can get, a host copy.
+
+        A leaf without one and without room for one is dropped, unless nodes below it are on the
+        host only: they would be lost, so it is not evicted.
+        """
+        if not node.backuped and self.write_policy == "write_back":
+            self.write_backup(node, write_back=True)
+            self.writing_check(write_back=True)
+        if node.value is not None and node.backuped:
+            self.cache_controller.evict_device(node.value)
+            self.events.removed(node)
+            self.evictable_size_ -= len(node.key)
+            node.value = None
+            self._update_leaf_status(node)
+            assert node.parent is not None
+            self._update_leaf_status(node.parent)
+            return len(node.key)
+        return 0 if node.children else super()._evict_leaf(node)
+
+    def evict_host(self, num_tokens: int) -> int:
+        """Drop host-only leaves until ``num_tokens`` host slots are free, or none is left.
+
+        Returns how many were freed. A node whose host slots an operation uses is passed over.
+        """
+        heap = [self._heap_entry(node) for node in self.evictable_host_leaves]
+        heapq.heapify(heap)
+        freed = 0
+        while freed < num_tokens and heap:
+            node = heapq.heappop(heap)[2]
+            if node.host_ref_counter > 0:
+                continue
+            parent = node.parent
+            freed += self._drop_host_leaf(node)
+            if parent in self.evictable_host_leaves:
+                heapq.heappush(heap, self._heap_entry(parent))
+        return freed
+
+    def _drop_host_leaf(self, node: TreeNode) -> int:
+        assert node.host_value is not None
+        self.cache_controller.evict_host(node.host_value)
+        self.events.removed(node, MEDIUM_CPU)
+        self._unlink(node)
+        return len(node.key)
+
+    def _update_leaf_status(self, node: TreeNode) -> None:
+        super()._update_leaf_status(node)
+        if (
+            node.evicted
+            and node.backuped
+            and node.lock_ref == 0
+            and not any(child.backuped for child in node.children.values())
+        ):
+            self.evictable_host_leaves.add(node)
+        else:
+            self.evictable_host_leaves.discard(node)
+
+    def _unlink(self, node: TreeNode) -> None:
+        self.evictable_host_leaves.discard(node)
+        super()._unlink(node)
+
+    # ---- host to device --------------------------------------------------------------------------
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        """Load the host hit of a request, if it is worth it and there is room.
+
+        Returns:
+            The device slots of the loaded tokens (int64, their bytes arrive with the batch's
+            load), and the last node on the device: the host node, or its device ancestor.
+        """
+        node: TreeNode = params.last_host_node
+        if node.evicted:
+            slots = self.load_back(node, params.mem_quota)
+            if slots is not None:
+                return slots, node
+            node = self._device_ancestor(node)
+        return self._no_slots(), node
+
+    def load_back(self, node: TreeNode, mem_quota: int | None = None) -> torch.Tensor | None:
+        """Queue a load of the evicted path that ends at ``node``.
+
+        Device slots are allocated (evicting if needed) and belong to the nodes at once; nothing
+        moves until ``ready_to_load_host_cache``. The nodes stay locked, and their host slots
+        protected, until the acknowledgement.
+
+        Args:
+            mem_quota: device tokens the load may take, less what it newly pins; None: no bound.
+
+        Returns:
+            int64 device slots in path order, or None (nothing changed, but for evictions) when the
+            load is smaller than ``load_back_threshold``, over the quota, or finds no room.
+        """
+        ancestor = self._device_ancestor(node)
+        nodes: list[TreeNode] = []
+        step = node
+        while step is not ancestor:
+            nodes.insert(0, step)
+            assert step.parent is not None
+            step = step.parent
+        host_slots = [n.host_value for n in nodes if n.host_value is not None]
+        size = sum(len(slots) for slots in host_slots)
+        pinned = -self.inc_lock_ref(ancestor).delta
+        for n in nodes:
+            n.protect_host()
+        slots = None
+        if size >= self.load_back_threshold and (mem_quota is None or size <= mem_quota - pinned):
+            slots = self._load(torch.cat(host_slots), node.id)
+        self.dec_lock_ref(ancestor)
+        if slots is None:
+            for n in nodes:
+                n.release_host()
+            return None
+        start = 0
+        for n in nodes:
+            self._place(n, slots[start : start + len(n.key)])
+            start += len(n.key)
+        self.inc_lock_ref(node)
+        self.ongoing_load_back[node.id] = nodes
+        return slots
+
+    def _load(self, host_slots: torch.Tensor, node_id: int) -> torch.Tensor | None:
+        slots = self.cache_controller.load(host_slots, node_id=node_id)
+        if slots is None:
+            self.evict(EvictParams(num_tokens=len(host_slots)))
+            slots = self.cache_controller.load(host_slots, node_id=node_id)
+        return slots
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the queued loads as one; returns the consumer index for the batch (-1: none)."""
+        return self.cache_controller.start_loading()
+
+    def loading_check(self) -> None:
+        """Acknowledge the loads that every rank has finished."""
+        acks = self.cache_controller.ack_load_queue
+        done = self._finished_everywhere(acks)
+        for ack in acks[:done]:
+            for node_id in ack.node_ids:
+                fragments = self.ongoing_load_back.pop(node_id)
+                for node in fragments:
+                    node.release_host()
+                self.dec_lock_ref(fragments[-1])
+        del acks[:done]
+
+    def check_hicache_events(self) -> None:
+        """What the scheduler calls once a step, prefill or decode: acknowledge writes and loads."""
+        self.writing_check()
+        self.loading_check()
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """As :meth:`RadixCache.inc_lock_ref`.
+
+        Raises:
+            InvalidArgument: the node is not on the device.
+        """
+        if node.evicted:
+            raise InvalidArgument(f"inc_lock_ref of {node}: it is not on the device")
+        return super().inc_lock_ref(node)
+
+    def _match_result(self, slots: torch.Tensor, node: TreeNode) -> MatchResult:
+        last_device_node = self._device_ancestor(node)
+        while not node.backuped:
+            assert node.parent is not None
+            node = node.parent
+        hit = 0
+        step = node
+        while step.evicted:
+            hit += len(step.key)
+            assert step.parent is not None
+            step = step.parent
+        return MatchResult(slots, last_device_node, node, host_hit_length=hit)
+
+    def _split_node(self, child: TreeNode, split_len: int) -> TreeNode:
+        upper = super()._split_node(child, split_len)
+        for operations in (self.ongoing_write_through, self.ongoing_load_back):
+            for nodes in operations.values():
+                if child in nodes:
+                    nodes.insert(nodes.index(child), upper)
+        return upper
+
+    def _place(self, node: TreeNode, slots: torch.Tensor) -> None:
+        """An evicted node is on the device again, at these slots."""
+        node.value = slots.to(torch.int64, copy=True)
+        self.evictable_size_ += len(node.key)
+        self.events.stored(node)
+        self._update_leaf_status(node)
+        assert node.parent is not None
+        self._update_leaf_status(node.parent)
+
+    def _device_ancestor(self, node: TreeNode) -> TreeNode:
+        """The node itself, or the first ancestor that is on the device."""
+        while node.evicted:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+    def _finished_everywhere(self, acks: list[Any]) -> int:
+        """How many of the oldest copies are done on every rank (one all-reduce, always)."""
+        done = 0
+        while done < len(acks) and acks[done].finish_event.query():
+            done += 1
+        return self.tp_group.all_reduce_min([done])[0]
