@@ -25,11 +25,13 @@ from refcache.runtime import Region, Runtime
 class ForwardMetadata:
     """The page table of one forward: the slots of the cells it reads, filled by a launch.
 
-    ``newest`` and each of ``pages`` are integer ``[n]``; ``cells[i]`` says whose ``pages[i]`` are.
+    Each of ``pages`` is integer ``[n]``; ``cells[i]`` says whose ``pages[i]`` are. ``newest`` are
+    the slots of the batch's new tokens, ``last`` int64 ``[batch]`` the last of each request's.
     """
 
     cells: list[Cells]
     newest: torch.Tensor
+    last: torch.Tensor
     pages: list[torch.Tensor] = field(default_factory=list)
 
     def slots(self) -> torch.Tensor:
@@ -51,13 +53,18 @@ class AttentionBackend:
     def init_forward_metadata(self, batch: ModelWorkerBatch) -> None:
         """Launch the reading of the page table on the current stream."""
         table = self.req_to_token_pool.req_to_token
-        metadata = ForwardMetadata(self.plan(batch), batch.out_cache_loc)
+        last = batch.out_cache_loc
+        if batch.forward_mode.is_extend():
+            last = last[torch.tensor(batch.extend_seq_lens).cumsum(0) - 1]
+        metadata = ForwardMetadata(self.plan(batch), batch.out_cache_loc, last)
         self.forward_metadata = metadata
         if not metadata.cells:
             return
 
         def run() -> None:
-            metadata.pages.extend(table[c.rows, c.columns].clone() for c in metadata.cells)
+            for rows, columns in metadata.cells:
+                slots = table[rows, columns]
+                metadata.pages.append(slots if isinstance(rows, torch.Tensor) else slots.clone())
 
         self.runtime.launch(
             "page_table",

@@ -11,7 +11,7 @@ decode of a long replay.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -58,13 +58,25 @@ class TagLedger:
         return torch.cumsum(terms, 0, out=new)
 
     def decode(
-        self, rows: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """One token of each row; positions are 1 or more. Returns the tags, int64 ``[batch]``."""
-        new = token_terms(input_ids, positions, self.namespaces[rows])
-        new += self.tags[rows, positions - 1]
-        self.tags[rows, positions] = new
-        return new
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        input_ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """One token of each row; positions are 1 or more. Its tags, int64 ``[batch]``, in ``out``.
+
+        >>> ledger, out = TagLedger(2, 8), torch.zeros(1, dtype=torch.int64)
+        >>> ledger.open(1, array("I", [5, 6]), "lora-1")
+        >>> one = torch.tensor([1])
+        >>> ledger.decode(one, torch.tensor([2]), torch.tensor([7]), out)
+        >>> from refcache.tags import prefix_tags
+        >>> bool(out[0] == prefix_tags([5, 6, 7], "lora-1")[2])
+        True
+        """
+        terms = token_terms(input_ids, positions, self.namespaces[rows])
+        torch.add(terms, self.tags[rows, positions - 1], out=out)
+        self.tags[rows, positions] = out
 
 
 class ReadPlan(Protocol):
@@ -174,24 +186,38 @@ class RowCheck:
         batch: "ModelWorkerBatch",
         cells: Cells,
         slots: torch.Tensor,
-        words: torch.Tensor,
+        words: Sequence[torch.Tensor],
+        codes: Sequence[torch.Tensor],
+        layer: int,
+    ) -> None:
+        """Compare the rows at ``slots`` with the tags of ``cells``, in every plane of a layer.
+
+        Args:
+            slots: integer ``[n]``, one a cell.
+            words: of each plane int64 ``[slots of the pool, width]``.
+            codes: of each plane int64 ``[width]``, what (layer, plane, column) adds to a tag.
+        """
+        tags = ledger.tags[cells.rows, cells.columns][:, None]
+        for plane, (held, code) in enumerate(zip(words, codes, strict=True)):
+            found = held.index_select(0, slots).sub_(code)
+            self.rows_checked += found.shape[0]
+            if not torch.equal(found, tags.expand_as(found)):
+                self._report(ledger, batch, cells, slots, found, tags, code, layer, plane)
+
+    def _report(
+        self,
+        ledger: TagLedger,
+        batch: "ModelWorkerBatch",
+        cells: Cells,
+        slots: torch.Tensor,
+        found: torch.Tensor,
+        tags: torch.Tensor,
         code: torch.Tensor,
         layer: int,
         plane: int,
     ) -> None:
-        """Compare the rows at ``slots`` with the tags of ``cells``.
-
-        Args:
-            slots: integer ``[n]``, one a cell.
-            words: int64 ``[slots of the pool, width]``, one layer of one plane.
-            code: int64 ``[width]``, what (layer, plane, column) adds to a tag.
-        """
-        found = words.index_select(0, slots).sub_(code)
-        tags = ledger.tags[cells.rows, cells.columns]
-        self.rows_checked += len(slots)
-        if torch.equal(found, tags[:, None].expand_as(found)):
-            return
-        at, column = (found != tags[:, None]).nonzero()[0].tolist()
+        """Say what the first word is that differs."""
+        at, column = (found != tags).nonzero()[0].tolist()
         row, position = self._cell(cells, at)
         known = {
             int(tag): f"token {j} of request {rid}"
@@ -210,7 +236,7 @@ class RowCheck:
                 plane=plane,
                 column=column,
                 found=value,
-                expected=int(tags[at] + code[column]),
+                expected=int(tags[at, 0] + code[column]),
                 explanation=explanation,
             )
         )

@@ -57,13 +57,9 @@ class TagAttention(RadixAttention):
     ) -> None:
         """See the class; the value of MLA is part of its key, so one of both is read."""
         words = [words_of(buffer) for buffer in buffers[: len(self.codes)]]
-        newest = metadata.newest[torch.tensor(new).cumsum(0) - 1]
-        torch.sub(words[0][newest, 0], self.codes[0][0], out=out)
+        torch.sub(words[0][metadata.last, 0], self.codes[0][0], out=out)
         for cells, slots in zip(metadata.cells, metadata.pages, strict=True):
-            for plane, code in enumerate(self.codes):
-                self.check.compare(
-                    self.ledger, batch, cells, slots, words[plane], code, self.layer_id, plane
-                )
+            self.check.compare(self.ledger, batch, cells, slots, words, self.codes, self.layer_id)
 
 
 class TagModel:
@@ -117,11 +113,11 @@ class TagModel:
     def _embed(self, batch: ModelWorkerBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The tags of the batch's tokens, and of the last one of each request."""
         hidden = torch.empty_like(batch.input_ids)
-        last = torch.empty_like(batch.seq_lens)
-        extend = self._extend if batch.forward_mode.is_extend() else self._decode
+        last = torch.empty_like(batch.seq_lens) if batch.forward_mode.is_extend() else hidden
+        embed = self._extend if batch.forward_mode.is_extend() else self._decode
         self.runtime.launch(
             "embed",
-            lambda: extend(batch, hidden, last),
+            lambda: embed(batch, hidden, last),
             reads=[Region(batch.input_ids, 0, 0, range(len(hidden)))],
         )
         return hidden, last
@@ -139,9 +135,8 @@ class TagModel:
             last[i] = tags[-1]
 
     def _decode(self, batch: ModelWorkerBatch, hidden: torch.Tensor, last: torch.Tensor) -> None:
-        tags = self.ledger.decode(batch.req_pool_indices, batch.seq_lens - 1, batch.input_ids)
-        hidden.copy_(tags)
-        last.copy_(tags)
+        positions = batch.seq_lens - 1
+        self.ledger.decode(batch.req_pool_indices, positions, batch.input_ids, out=hidden)
 
     def _project(
         self, layer: TagAttention, hidden: torch.Tensor

@@ -31,6 +31,7 @@ import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from refcache.engine.content import (
+    ReadPlan,
     RowCheck,
     SampledRows,
     WrongContent,
@@ -261,7 +262,7 @@ def _scheduler(
     def on_wrong(wrong: WrongContent) -> None:
         raise Violation("C-READ", str(wrong))
 
-    plans = {
+    plans: dict[str, ReadPlan] = {
         "every": read_every_row,
         "sampled": SampledRows(seed=config.seed),
         "off": read_nothing,
