@@ -177,6 +177,8 @@ class Scheduler(SchedulerOutputProcessorMixin):
     def init_overlap(self) -> None:
         self.schedule_stream = self.runtime.Stream("schedule")
         self.forward_stream = self.runtime.Stream("forward") if self.enable_overlap else None
+        if self.enable_hierarchical_cache:
+            self.tree_cache.cache_controller.register_forward_stream(self.forward_stream)
         self.future_map = FutureMap(
             self.max_running_requests, self.server_args.device, self.runtime
         )
