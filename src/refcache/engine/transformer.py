@@ -299,9 +299,10 @@ def make_transformer(
     num_attention_heads: int,
     seed: int = 0,
     on_logits: OnLogits | None = None,
+    kind: type[Transformer] = Transformer,
 ) -> Transformer:
     """A transformer over the runner's pool; with ``functools.partial``, a ``make_model``."""
-    return Transformer(
+    return kind(
         runner.model_config,
         runner.token_to_kv_pool,
         runner.runtime,
