@@ -4,12 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import refcache.testing
 from refcache.cli.main import main
+from refcache.cli.workers import Hunt, Run
 from refcache.oracle.planted import all_bugs
 from refcache.testing import Caught, Failure, SuiteResult
 
@@ -17,21 +16,21 @@ FAILURE = Failure("P1", "a sentence", "some evidence", ("print('shown')",), "the
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, verdicts: dict[str, str], survivor: str = "") -> None:
-    """Replace the runs: each suite has the given verdict, each bug but one is caught."""
+    """Replace the work: each suite has the given verdict, each bug but one is caught."""
 
-    def run_suite(name: str, target: object, **sizes: object) -> SuiteResult:
-        verdict = verdicts.get(name, "ok")
+    def run(self: Run) -> SuiteResult:
+        verdict = verdicts.get(self.suite, "ok")
         failure = FAILURE if verdict == "violation" else None
-        return SuiteResult(name, 7, 99, verdict, failure, "" if failure else "why\nlast line")
+        return SuiteResult(self.suite, 7, 99, verdict, failure, "" if failure else "why\nlast line")
 
-    def hunt(bug: Any, *, seed: int = 0) -> Caught:
-        by = "" if bug.name == survivor else "P1"
-        return Caught(bug.name, by, bug.suite, 3, 9, True, 5, None)
+    def hunt(self: Hunt) -> Caught:
+        by = "" if self.bug == survivor else "P1"
+        return Caught(self.bug, by, "allocator.state", 3, 9, True, 5, None)
 
-    monkeypatch.setattr(refcache.testing, "run_suite", run_suite)
-    monkeypatch.setattr(refcache.testing, "list_suites", lambda part: ["allocator.state"])
-    monkeypatch.setattr(refcache.testing, "hunt", hunt)
-    monkeypatch.setattr("refcache.testing.run.hunt", hunt)
+    monkeypatch.setattr(Run, "work", run)
+    monkeypatch.setattr(Hunt, "work", hunt)
+    for module in ("check", "planted"):
+        monkeypatch.setattr(f"refcache.cli.{module}.in_order", lambda ts: (t.work() for t in ts))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_exit_code_is_the_verdict(
     verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub(monkeypatch, {"allocator.state": verdict})
-    assert main(["check"]) == code
+    assert main(["check", "--suite", "allocator.state"]) == code
     out = capsys.readouterr().out.splitlines()
     assert out[0].split()[:5] == ["allocator.state", "7", "cases", "99", "steps"]
     assert verdict in out[0]
@@ -54,10 +53,10 @@ def test_a_surviving_bug_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub(monkeypatch, {}, survivor="page-zero-freed")
-    assert main(["check"]) == 1
+    assert main(["check", "--suite", "allocator.state"]) == 1
     out = capsys.readouterr().out
     assert "SURVIVED 3 cases" in out
-    assert main(["check", "--json"]) == 1
+    assert main(["check", "--suite", "allocator", "--json"]) == 1
     planted = json.loads(capsys.readouterr().out)["planted"]
     assert {"name": "page-zero-freed", "caught_by": None} in planted
 

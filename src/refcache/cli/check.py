@@ -4,15 +4,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from refcache.cli import report as reports
-from refcache.cli.console import status
 from refcache.cli.planted import caught_line
+from refcache.cli.workers import Hunt, Run, in_order
 
 
 def check(
@@ -40,8 +40,8 @@ def check(
     """
     from refcache.oracle import resolve
     from refcache.oracle.planted import all_bugs, find
-    from refcache.testing import list_suites, run_suite
-    from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES, hunt
+    from refcache.testing import list_suites
+    from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES
 
     if report is not None:
         reports.refuse_unless_new(report)
@@ -49,30 +49,26 @@ def check(
     wanted: list[str | None] = [*(suite or ([bug.suite] if bug else []))]
     names = list(dict.fromkeys(name for part in wanted or [None] for name in list_suites(part)))
     sys.path.insert(0, os.getcwd())
-    subject = resolve(target)
-
+    resolve(target)
     say = _silent if as_json else _print
+
+    cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
+    runs = [Run(name, target, cases, seed, planted) for name in names]
+    prey = [b.name for b in all_bugs() if b.suite in names] if bug is None else []
+    answers = in_order([*runs, *(Hunt(name, seed) for name in prey)])
     results = []
-    with nullcontext() if bug is None else bug.active():
-        cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
-        for name in names:
-            with status(f"{name} on {target}"):
-                results.append(run_suite(name, subject, max_examples=cases, seed=seed))
-            say(*_lines(results[-1]))
+    for result in islice(answers, len(runs)):
+        results.append(result)
+        say(*_lines(result))
     rules = [result.failure.rule for result in results if result.failure]
     caught_by = {} if bug is None else {bug.name: rules[0] if rules else None}
-
     survivors = 0
-    for candidate in all_bugs() if bug is None else ():
-        if candidate.suite not in names:
-            continue
-        with status(f"planted bug {candidate.name}"):
-            caught = hunt(candidate, seed=seed)
+    for caught in answers:
         say(caught_line(caught))
         caught_by[caught.bug] = caught.by or None
         survivors += not caught.counts
     if bug is None:
-        say(f"{len(caught_by) - survivors} of {len(caught_by)} planted bugs caught")
+        say(f"{len(prey) - survivors} of {len(prey)} planted bugs caught")
 
     verdict = {
         "suites": [reports.as_dict(result) for result in results],

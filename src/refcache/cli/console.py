@@ -13,11 +13,13 @@ def status(text: str) -> AbstractContextManager[object]:
 
 def progress() -> Progress:
     """A bar that counts requests."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )

@@ -13,6 +13,7 @@ import typer
 from refcache import __version__
 from refcache.cli.check import check
 from refcache.cli.planted import planted
+from refcache.cli.replay import replay
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, workload, planted):
+for command in (check, replay, workload, planted):
     app.command()(command)
 
 

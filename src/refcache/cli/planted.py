@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from refcache.cli.console import status
+from refcache.cli.workers import Hunt, in_order
 
 
 def planted(
@@ -16,7 +16,6 @@ def planted(
     With --run, ends with "N of N caught"; the exit code is 1 when one survives.
     """
     from refcache.oracle.planted import all_bugs
-    from refcache.testing import hunt
 
     bugs = all_bugs()
     if not run:
@@ -25,9 +24,7 @@ def planted(
             print(f"{bug.name:<{width}}  {bug.suite:<15}  {bug.report}: {bug.summary}")
         return 0
     counts = 0
-    for bug in bugs:
-        with status(f"planted bug {bug.name}"):
-            caught = hunt(bug, seed=seed)
+    for caught in in_order([Hunt(bug.name, seed) for bug in bugs]):
         print(caught_line(caught), flush=True)
         counts += caught.counts
     print(f"{counts} of {len(bugs)} caught")

@@ -1,0 +1,96 @@
+"""``refcache replay``: a request trace through the reference's serving loop."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from refcache.cli.console import progress
+from refcache.errors import InvalidArgument
+from refcache.oracle.workload import PrefixBound, prefix_bound, read_trace
+
+TOKEN_BYTES = 32  # K, V, and an entry of the free list while it is copied; 8 bytes each
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A request trace in Mooncake's format.")],
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    device_tokens: Annotated[
+        str, typer.Option(metavar="N|unlimited", help="Size of the device pool in tokens.")
+    ] = "3000000",
+    policy: Annotated[str, typer.Option(help="Eviction strategy.")] = "lru",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
+    serial: Annotated[bool, typer.Option("--serial", help="One request at a time.")] = False,
+    no_decode: Annotated[bool, typer.Option("--no-decode", help="Prefills only.")] = False,
+    check: Annotated[str, typer.Option(metavar="every|sampled|off", help="How much.")] = "sampled",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Serve a trace with the reference and check each step.
+
+    Prints hits, evictions, tokens computed, checks made and the time.
+    """
+    from refcache.oracle import Violation
+    from refcache.oracle.replay import ReplayConfig
+    from refcache.oracle.replay import replay as run
+
+    config = ReplayConfig(
+        page_size=page_size,
+        device_tokens=_capacity(device_tokens),
+        policy=policy,
+        serial=serial,
+        no_decode=no_decode,
+        check=check,
+    )
+    requests = list(read_trace(trace, limit))
+    bound = prefix_bound(requests)
+    bar = progress()
+    task = bar.add_task("requests", total=len(requests))
+    try:
+        with bar:
+            result = run(requests, config, lambda done, total: bar.update(task, completed=done))
+    except Violation as violation:
+        if as_json:
+            found = {"rule": violation.id, "evidence": violation.evidence, "at": violation.call}
+            print(json.dumps({"verdict": "violation", "violation": found}, indent=2))
+        else:
+            print(violation)
+        return 1
+    if as_json:
+        blocks = {**bound._asdict(), "computed_from": "ids"}
+        print(json.dumps({"verdict": "ok", **asdict(result), "bound": blocks}, indent=2))
+    else:
+        print("\n".join(_lines(result, bound)))
+    return 0
+
+
+def _capacity(text: str) -> int | None:
+    if text == "unlimited":
+        return None
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // TOKEN_BYTES
+    most = min(most, 2**31 - 1)  # a slot is 32 bits wide in req_to_token
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise InvalidArgument(
+            f"--device-tokens {text}: expected 1 to {most} (this machine's memory), or unlimited"
+        )
+    return int(text)
+
+
+def _lines(result: Any, bound: PrefixBound) -> Iterator[str]:
+    share = 100 * result.hit_tokens / result.prompt_tokens
+    yield f"requests   {result.requests:,} in {result.steps:,} steps"
+    yield f"prompts    {result.prompt_tokens:,} tokens"
+    yield f"hits       {result.hit_tokens:,} tokens ({share:.2f} %)"
+    yield f"bound      {bound}, computed from the ids"
+    yield f"evicted    {result.evicted_tokens:,} tokens"
+    yield f"computed   {result.computed_tokens:,} tokens in prefills"
+    yield f"decoded    {result.output_tokens:,} tokens"
+    yield f"retracted  {result.retractions:,} times"
+    rows = f"{result.rows_checked:,} KV rows compared"
+    if not result.kv_kept:
+        rows = "no KV bytes are kept without a bound on the device, so no row was compared"
+    yield f"checks     {rows}; every rule {result.states_checked:,} times; no violation"
+    yield f"time       {result.seconds:.1f} s"

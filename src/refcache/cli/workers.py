@@ -1,0 +1,84 @@
+"""Suites and hunts side by side: one process a core, results in order.
+
+A process of its own also keeps a planted bug, or a target that dies, away from everything else.
+"""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from refcache.cli.console import status
+
+
+class Run(NamedTuple):
+    """One suite on a target, with a planted bug or without."""
+
+    suite: str
+    target: str
+    max_examples: int
+    seed: int
+    bug: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.suite} on {self.target}"
+
+    def work(self) -> Any:
+        from contextlib import nullcontext
+
+        from refcache.oracle import resolve
+        from refcache.oracle.planted import find
+        from refcache.testing import run_suite
+
+        with find(self.bug).active() if self.bug else nullcontext():
+            return run_suite(
+                self.suite, resolve(self.target), max_examples=self.max_examples, seed=self.seed
+            )
+
+
+class Hunt(NamedTuple):
+    """One planted bug against its suite."""
+
+    bug: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"planted bug {self.bug}"
+
+    def work(self) -> Any:
+        from refcache.oracle.planted import find
+        from refcache.testing import hunt
+
+        return hunt(find(self.bug), seed=self.seed)
+
+
+def in_order(tasks: Sequence[Run | Hunt]) -> Iterator[Any]:
+    """Yield what each task's ``work`` returns, in the order of ``tasks``."""
+    if len(tasks) == 1:
+        with status(str(tasks[0])):
+            result = tasks[0].work()
+        yield result
+        return
+    with ProcessPoolExecutor(
+        max_workers=min(len(tasks), os.cpu_count() or 1),
+        mp_context=get_context("spawn"),
+        initializer=_start,
+    ) as pool:
+        pending = [pool.submit(task.work) for task in tasks]
+        try:
+            for task, future in zip(tasks, pending, strict=True):
+                with status(str(task)):
+                    result = future.result()
+                yield result
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start() -> None:
+    """First thing in a worker: one thread, and no traceback when the user interrupts."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
