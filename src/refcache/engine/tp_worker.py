@@ -6,7 +6,7 @@ import torch
 
 from refcache.engine.model_runner import ModelRunner
 from refcache.engine.schedule_batch import ModelWorkerBatch
-from refcache.runtime import Event, Runtime
+from refcache.runtime import Event, Region, Runtime
 
 
 class GenerationBatchResult:
@@ -30,7 +30,12 @@ class GenerationBatchResult:
             self.copy_done.synchronize()
         else:
             runtime.host_sync()
-        tokens: list[int] = self.next_token_ids.tolist()
+        tokens: list[int] = []
+        runtime.host_access(
+            "read_tokens",
+            lambda: tokens.extend(self.next_token_ids.tolist()),
+            reads=[Region(self.next_token_ids, 0, 0, range(len(self.next_token_ids)))],
+        )
         return tokens
 
 
