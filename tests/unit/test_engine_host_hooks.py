@@ -18,6 +18,10 @@ class Counter:
 class Controller:
     def __init__(self, calls):
         self.layer_done_counter = Counter(calls)
+        self.forward_stream = None
+
+    def register_forward_stream(self, stream):
+        self.forward_stream = stream
 
 
 class HostTier(RadixCache):
@@ -53,6 +57,7 @@ def test_order_of_the_calls():
     scheduler = Scheduler(
         args, ModelConfig(), make_tree=lambda params, server_args: HostTier(params, calls)
     )
+    assert scheduler.tree_cache.cache_controller.forward_stream is scheduler.forward_stream
     alloc_extend = scheduler.token_to_kv_pool_allocator.alloc_extend
 
     def recording(*arguments):
