@@ -65,7 +65,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """Run ``wait`` steps and ``disturb``, then send a prompt.
+    """``disturb`` and run ``wait`` steps, then send a prompt.
 
     The prompt is the first ``keep`` tokens that request ``after`` has by then, and ``tail``.
     """
@@ -110,15 +110,25 @@ class Flip(NamedTuple):
     element: int
 
 
+BASES = [(0, 1, 2, 0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 0), (2, 1) * 7, (2, 1, 2, 1, 0, 0) * 2]
+returning = st.builds(
+    lambda base, cut, tail: base[:cut] + tail,
+    st.sampled_from(BASES),
+    st.sampled_from([14, 12, 9, 6]),
+    st.sampled_from([(), (), (3,), (0, 4)]),
+)
+"""Long prompts that come again: what was evicted between is loaded back."""
+
+
 @st.composite
 def turns(draw: st.DrawFn, number: int) -> Turn:
     return Turn(
-        wait=draw(st.integers(0, 6)),
-        disturb=draw(st.sampled_from([None, None, None, None, "retract", "abort"])),
+        wait=draw(st.sampled_from([0, 0, 1, 2, 8, 12])),
+        disturb=draw(st.sampled_from([None, None, None, "retract", "retract", "abort"])),
         after=draw(st.integers(0, number)),
         keep=draw(st.sampled_from([0, 0, 6, 12, 20])),
-        tail=draw(prompts),
-        max_new_tokens=draw(st.integers(1, 8)),
+        tail=draw(st.one_of(prompts, returning, returning)),
+        max_new_tokens=draw(st.integers(1, 12)),
         extra_key=draw(namespaces),
         priority=draw(priorities),
     )
@@ -127,11 +137,11 @@ def turns(draw: st.DrawFn, number: int) -> Turn:
 @st.composite
 def workloads(draw: st.DrawFn, hierarchical: bool) -> Workload:
     page_size = draw(st.sampled_from(PAGE_SIZES))
-    pages = draw(st.integers(24 // page_size, 40 // page_size))
+    pages = draw(st.integers(20 // page_size, 32 // page_size))
     chunk = draw(st.sampled_from([None, 1, 2, 3]))
     server_args = ServerArgs(
         page_size=page_size,
-        max_running_requests=draw(st.integers(1, 4)),
+        max_running_requests=draw(st.sampled_from([1, 2, 4, 4])),
         max_total_tokens=page_size * pages,
         max_prefill_tokens=draw(st.sampled_from([8, 64])),
         chunked_prefill_size=None if chunk is None else page_size * chunk,
@@ -154,7 +164,7 @@ def workloads(draw: st.DrawFn, hierarchical: bool) -> Workload:
         draw(st.sampled_from(HIT_POLICIES)),
         draw(st.sampled_from([1, 1, 4])),
         draw(st.one_of(st.none(), choices, choices)),
-        tuple(draw(turns(i)) for i in range(draw(st.integers(3, 8)))),
+        tuple(draw(turns(i)) for i in range(draw(st.integers(4, 9)))),
         draw(st.tuples(*[st.integers(0, 40)] * 5)),
     )
 
@@ -259,12 +269,12 @@ class Run(SchedulerObserver):
         scheduler = self.scheduler
         sent: list[TokenizedGenerateReqInput] = []
         for number, turn in enumerate(self.workload.turns):
-            for _ in range(turn.wait):
-                scheduler.step()
             if turn.disturb == "retract":
                 scheduler.force_retraction()
             elif turn.disturb == "abort" and sent:
                 scheduler.submit(AbortReq(sent[turn.after % len(sent)].rid))
+            for _ in range(turn.wait):
+                scheduler.step()
             said: list[int] = []
             if sent and turn.keep:
                 said = self.tokens(sent[turn.after % len(sent)])
@@ -342,12 +352,12 @@ def campaign(family: str, hierarchical: bool, examples: int, part: int = 0) -> C
 
 def assert_met(total: Counter[str], hierarchical: bool, examples: int) -> None:
     """A campaign in which nothing happened proves nothing."""
-    assert total["workloads"] >= examples
-    for what in ("controls", "chunks", "retractions", "evictions"):
-        assert total[what] >= examples // 5, f"{what}: {total}"
+    expected = ["controls", "chunks", "retractions", "evictions"]
     if hierarchical:
-        assert total["loads"] >= examples // 5, total
-        assert total["host evictions"] >= examples // 5, total
+        expected += ["loads", "host evictions"]
+    assert total["workloads"] >= examples
+    for what in expected:
+        assert total[what] >= examples // 10, f"{what}: {total}"
 
 
 TIERS = pytest.mark.parametrize("hierarchical", [False, True], ids=["one tier", "two tiers"])

@@ -64,10 +64,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     Returns:
         ``[heads, v_dim]``.
     """
-    group = len(q) // k.shape[1]
-    k = k.repeat_interleave(group, dim=1).transpose(0, 1)  # [heads, n, dim]
-    v = v.repeat_interleave(group, dim=1).permute(1, 2, 0)  # [heads, v_dim, n]
-    scores = left_sum(q[:, None] * k) * scale
+    q = q.reshape(k.shape[1], -1, 1, q.shape[1])  # [kv_heads, group, 1, dim]
+    k = k.transpose(0, 1)[:, None]  # [kv_heads, 1, n, dim]
+    v = v.permute(1, 2, 0)[:, None]  # [kv_heads, 1, v_dim, n]
+    scores = left_sum(q * k) * scale
     weights = (scores - scores.amax(-1, keepdim=True)).apply_(math.exp)
-    weights = weights / left_sum(weights)[:, None]
-    return left_sum(weights[:, None] * v)
+    weights = weights / left_sum(weights)[..., None]
+    return left_sum(weights[:, :, None] * v).flatten(0, 1)
