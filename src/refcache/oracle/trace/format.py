@@ -332,7 +332,7 @@ class TraceWriter:
     def __init__(self, path: str | Path, header: Header) -> None:
         self.path = path
         self._encoder = msgspec.json.Encoder()
-        self._lines = 0
+        self._lines = self._last = 0
         try:
             self._raw = open(path, "wb")  # noqa: SIM115
         except OSError as error:
@@ -344,6 +344,7 @@ class TraceWriter:
 
     def write(self, line: Line) -> None:
         self._lines += 1
+        self._last = line.n
         self._put(line)
         if self._lines % FLUSH_EVERY == 0:
             self._file.flush()
@@ -354,7 +355,7 @@ class TraceWriter:
     def close(self) -> None:
         if self._raw.closed:
             return
-        self._put(Line(n=self._lines + 1, call=End(lines=self._lines)))
+        self._put(Line(n=self._last + 1, call=End(lines=self._lines)))
         if self._file is not self._raw:
             self._file.close()
         self._raw.close()

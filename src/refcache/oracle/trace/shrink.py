@@ -1,22 +1,31 @@
 """``shrink``: the smallest part of a failing trace that still fails, for the same reason.
 
-Records after the failing one go first; then, in pieces that halve, from the end to the start, every
-record that the verdict does not need: later records depend on earlier ones, seldom the other way. A
-part counts when the same record breaks the same rule with the same evidence and the same argument,
-so no record that the verdict rests on can go, and none is made a violation by what was left out.
+First the records that the verdict's argument names, with what those rest on, and so on: who handed
+out a page that a record uses, who cached it, where a node handle comes from. Then every record that
+is not needed goes, from the end to the start, alone or together with those that make no sense
+without it. A part counts when the same record breaks the same rule with the same evidence and the
+same argument, so nothing that the verdict rests on can go, and nothing is made a violation by what
+was left out.
 
-The result is an *excerpt*: numbers are those of the whole trace, each record carries the sizes
-before it, and totals over the whole trace are no longer judged.
+The result is an *excerpt*: numbers are those of the whole trace, only the failing record carries
+sizes, and totals over the whole trace are no longer judged.
 """
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from refcache.errors import InvalidArgument
+from refcache.oracle.trace import format as f
 from refcache.oracle.trace.format import Header, Line, read_trace, write_trace
-from refcache.oracle.trace.judge import TraceVerdict, judge_lines
+from refcache.oracle.trace.judge import Judge, judge_lines
+from refcache.oracle.trace.verdict import TraceVerdict
+
+ALLOCATIONS = (f.Alloc, f.AllocExtend, f.AllocDecode, f.HostAlloc)
+Numbers = set[int]
 
 
 def shrink_trace(path: str | Path, out: str | Path) -> tuple[TraceVerdict, int]:
@@ -46,15 +55,112 @@ def shrink_lines(header: Header, lines: Sequence[Line]) -> tuple[Header, list[Li
         raise InvalidArgument(f"the trace is no violation but {found.verdict}: nothing to shrink")
     kept = [line for line in lines if line.n <= found.n]
     excerpt = replace(header, excerpt=True)
-    local = _with_sizes_before(kept)
-    if _same(judge_lines(excerpt, local), found):
-        header, kept = excerpt, local
+    local = _with_sizes_once(kept)
+    if not _same(judge_lines(excerpt, local), found):
+        return header, kept  # totals over the whole trace: all of it is needed
+    kept = _needed(excerpt, local, found)
     size = max(1, len(kept) // 2)
     while True:
-        smaller = _drop(header, kept, found, size)
-        if size == 1 and len(smaller) == len(kept):
-            return header, kept
+        smaller = _drop(excerpt, kept, found, size)
+        if size == 1:
+            smaller = _drop_with_dependents(excerpt, smaller, found)
+            if len(smaller) == len(kept):
+                return excerpt, kept
         kept, size = smaller, max(1, size // 2)
+
+
+def _same(seen: TraceVerdict, found: TraceVerdict) -> bool:
+    return (seen.n, seen.rule, seen.evidence, seen.argument) == (
+        found.n,
+        found.rule,
+        found.evidence,
+        found.argument,
+    )
+
+
+def _with_sizes_once(lines: list[Line]) -> list[Line]:
+    """Sizes at the last record only, before and after it: elsewhere they depend on every other."""
+    before = next((line.after for line in reversed(lines[:-1]) if line.after), None)
+    last = replace(lines[-1], before=lines[-1].before or before)
+    return [replace(line, before=None, after=None) for line in lines[:-1]] + [last]
+
+
+# ---- what a record rests on ----------------------------------------------------------------------
+
+
+class _Origins:
+    """Which earlier records each record uses, seen while the whole trace is judged.
+
+    Attributes:
+        uses: for each record, those that handed out and cached its pages, or gave it its node.
+        frees: for each allocation, those of the last life of the pages that it hands out again.
+        lives: for each page of a tier, every record that touches it.
+    """
+
+    def __init__(self, header: Header, lines: list[Line]) -> None:
+        self.uses: dict[int, Numbers] = defaultdict(set)
+        self.frees: dict[int, Numbers] = defaultdict(set)
+        self.lives: dict[tuple[str, int], Numbers] = defaultdict(set)
+        self._nodes: dict[int, list[int]] = defaultdict(list)
+        self._judge = Judge(header)
+        for line in lines[:-1]:
+            self._look(line)
+            self._judge.apply(line)
+        self._look(lines[-1])
+
+    def _look(self, line: Line) -> None:
+        for call in (*line.inner, line.call):
+            for tier, page in self._pages(call):
+                history = self._judge.device if tier == "device" else self._judge.host
+                past = numbers(history.past.get(page, ()))
+                target = self.frees if isinstance(call, ALLOCATIONS) else self.uses
+                target[line.n] |= past
+                self.lives[tier, page].add(line.n)
+            if isinstance(call, f.AllocExtend | f.AllocDecode):
+                for slot in call.last_loc:
+                    page = slot // self._judge.page_size
+                    self.uses[line.n] |= numbers(self._judge.device.past.get(page, ()))
+        for name, node in asdict(line.call).items():
+            if name.endswith("node"):
+                self.uses[line.n].update(self._nodes[node][-2:])
+                self._nodes[node].append(line.n)
+
+    def _pages(self, call: f.AnyCall) -> Iterator[tuple[str, int]]:
+        host = isinstance(call, f.HostAlloc | f.HostFree)
+        for name in ("slots", "row", "host_slots"):
+            tier = "host" if host or name == "host_slots" else "device"
+            for page in self._judge.pages_of(getattr(call, name, None) or ()):
+                yield tier, page
+
+
+def numbers(texts: Sequence[str]) -> Numbers:
+    """The records that some lines of an argument name."""
+    return {int(n) for text in texts for n in re.findall(r"record (\d+)", text)}
+
+
+def _needed(header: Header, lines: list[Line], found: TraceVerdict) -> list[Line]:
+    """The records behind the verdict, grown until they give it; all of them if they do not."""
+    origins = _Origins(header, lines)
+    chosen = {found.n} | numbers(found.argument)
+    while True:
+        part = [line for line in lines if line.n in chosen]
+        seen = judge_lines(header, part)
+        if _same(seen, found):
+            return part
+        at = part[seen.records - 1].n
+        pages = [
+            ("host" if host else "device", int(page))
+            for host, page in re.findall(r"(host )?pages? \[?(\d+)", seen.evidence)
+        ]
+        lives = {n for page in pages for n in origins.lives[page] if n < at}
+        missing = (origins.uses[at], origins.frees[at], lives, origins.uses[found.n])
+        more = next((wanted - chosen for wanted in missing if wanted - chosen), None)
+        if more is None:
+            return lines
+        chosen |= more
+
+
+# ---- what can go ---------------------------------------------------------------------------------
 
 
 def _drop(header: Header, lines: list[Line], found: TraceVerdict, size: int) -> list[Line]:
@@ -69,20 +175,16 @@ def _drop(header: Header, lines: list[Line], found: TraceVerdict, size: int) -> 
     return lines
 
 
-def _same(seen: TraceVerdict, found: TraceVerdict) -> bool:
-    return (seen.n, seen.rule, seen.evidence, seen.argument) == (
-        found.n,
-        found.rule,
-        found.evidence,
-        found.argument,
-    )
-
-
-def _with_sizes_before(lines: list[Line]) -> list[Line]:
-    """Each record with the sizes before it, so that it can be judged without its neighbours."""
-    out = []
-    last = None
-    for line in lines:
-        out.append(replace(line, before=line.before or last))
-        last = line.after or last
-    return out
+def _drop_with_dependents(header: Header, lines: list[Line], found: TraceVerdict) -> list[Line]:
+    """Leave out each record with whatever its absence makes impossible, one after the other."""
+    for first in reversed(lines[:-1]):
+        candidate = [line for line in lines if line is not first]
+        while len(candidate) < len(lines):
+            seen = judge_lines(header, candidate)
+            if _same(seen, found):
+                lines = candidate
+                break
+            if seen.verdict == "ok" or candidate[seen.records - 1].n == found.n:
+                break
+            del candidate[seen.records - 1]
+    return lines
