@@ -93,7 +93,8 @@ class Driver:
 
     def program(self) -> list[str]:
         """The log as a program that runs as it stands."""
-        return [f"from refcache.oracle import {type(self).__name__}, resolve", *self.log]
+        name, module = type(self).__name__, type(self).__module__
+        return [f"from {module} import {name}", "from refcache.oracle import resolve", *self.log]
 
     def replay(self, steps: int) -> "Driver":
         """A fresh driver after the first ``steps`` calls of this one's log."""

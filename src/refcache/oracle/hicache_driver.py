@@ -106,14 +106,41 @@ class HiCacheDriver(TreeDriver):
         self.tree, self.allocator, self.rows, self.pool = parts[:4]
         self.counter = parts.counter
         self.content = HostContent(self.pool, parts.host_planes, c.layout, c.page_size)
-        refuse = parts.host_pool.alloc
+        self._watch(parts.host_pool)
 
-        def alloc(need_size: int) -> Any:
-            slots = refuse(need_size)
-            self.no_room |= slots is None
+    def _watch(self, host_pool: Any) -> None:
+        """See from outside when the host pool refuses, and what a host eviction frees."""
+        alloc, free, evict_host = host_pool.alloc, host_pool.free, self.tree.evict_host
+        freed: list[int] = []
+        refusals = 0
+
+        def watched_alloc(need_size: int) -> Any:
+            nonlocal refusals
+            slots = alloc(need_size)
+            refusals = refusals + 1 if slots is None else 0
+            self.no_room |= refusals > 1
             return slots
 
-        parts.host_pool.alloc = alloc
+        def watched_free(indices: torch.Tensor) -> Any:
+            freed.append(len(indices))
+            return free(indices)
+
+        def watched_evict_host(num_tokens: int) -> Any:
+            freed.clear()
+            count = evict_host(num_tokens)
+            total = sum(freed)
+            if count != total:
+                self.note("E1", f"evict_host returned {count}, it freed {total} slots")
+            if freed and total - freed[-1] >= num_tokens:
+                self.note("E2", f"evict_host({num_tokens}) freed {freed}, the last for nothing")
+            host = self._host()
+            left = [n for n in host.leaves if not host.nodes[n].host_ref]
+            if total < num_tokens and left:
+                self.note("E3", f"evict_host({num_tokens}) freed {total}, {left[0]!r} is left")
+            return count
+
+        host_pool.alloc, host_pool.free = watched_alloc, watched_free
+        self.tree.evict_host = watched_evict_host
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -126,11 +153,38 @@ class HiCacheDriver(TreeDriver):
         start: bool = True,
     ) -> None:
         """A match, and a load of what is only on the host, without the scheduler's own lock."""
+        self._load_back(tokens, extra_key, quota, start)
+
+    def _load_back(
+        self, tokens: Sequence[int], extra_key: str | None, quota: int | None, start: bool
+    ) -> None:
         found = self._match(tokens, extra_key)
         if found.host_hit_length:
             self._load(found, tokens, extra_key, quota)
             if start:
                 self._start_loads()
+
+    @step
+    def readmit(self, which: int, token: int, chunk: int | None = None, priority: int = 0) -> None:
+        """Admit a request for something that is on the host only, and one token more."""
+        known = self._on_host_only(which)
+        if known is not None:
+            self._admit((*known[0], token), known[1], chunk, priority)
+
+    @step
+    def reload(self, which: int, quota: int | None = None, start: bool = True) -> None:
+        """``load_back`` of something that is on the host only."""
+        known = self._on_host_only(which)
+        if known is not None:
+            self._load_back(*known, quota, start)
+
+    def _on_host_only(self, which: int) -> tuple[tuple[int, ...], str | None] | None:
+        state = self.state()
+        places = [i for i, node in enumerate(state.view.nodes) if node.device is None]
+        if not places:
+            return None
+        index = places[which % len(places)]
+        return tuple(self.content.tokens(state, index)), state.view.nodes[index].extra_key
 
     @step
     def start_loads(self) -> None:
@@ -258,7 +312,6 @@ class HiCacheDriver(TreeDriver):
         self._lock(found.last_device_node, prefix)
         node, loaded = self._load(found, tokens, extra_key, None)
         self._unlock(found.last_device_node, prefix)
-        self._start_loads()
         return node, torch.cat([slots, loaded])
 
     def _load(
@@ -315,6 +368,7 @@ class HiCacheDriver(TreeDriver):
     def _write_kv(
         self, row: list[int], start: int, tokens: tuple[int, ...], extra_key: str | None
     ) -> None:
+        self._start_loads()  # the scheduler does so before every batch
         machine = self.machine
 
         def forward() -> None:

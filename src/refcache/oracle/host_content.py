@@ -70,7 +70,7 @@ class HostContent:
         """C1 and C2: every node's rows on both tiers, when nothing is running."""
         for index, _ in state.view.paths():
             node = state.view.nodes[index]
-            tags = prefix_tags(self._tokens(state, index), node.extra_key)
+            tags = prefix_tags(self.tokens(state, index), node.extra_key)
             end = self._end(state, index)
             tags = tags[end - len(node.key) : end]
             for tier, slots in (("device", node.device), ("host", node.host)):
@@ -132,7 +132,7 @@ class HostContent:
         return at, explain(value, known, layers=self.layers, planes=len(self.codes[0]), width=width)
 
     @staticmethod
-    def _tokens(state: State, index: int) -> list[int]:
+    def tokens(state: State, index: int) -> list[int]:
         """The tokens from the root to the end of a node (a pair key has one more than elements)."""
         keys = []
         while index >= 0:

@@ -10,6 +10,7 @@ Left out: eviction policies other than least recently used, and speed.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -135,10 +136,14 @@ class NaiveAllocator:
 
 
 class Prefix(NamedTuple):
-    """A handle: the elements of a prefix, in their namespace. The root has none."""
+    """A handle: the elements of a prefix, in their namespace, in one tree. The root has none."""
 
+    tree: int
     extra_key: str | None
     elements: tuple[Hashable, ...]
+
+
+_TREES = count()
 
 
 class NaiveTree:
@@ -147,7 +152,8 @@ class NaiveTree:
     def __init__(self, config: CacheConfig, allocator: Any, rows: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = rows, allocator
         self.page_size, self.is_eagle, self.disable = config.page_size, config.is_eagle, False
-        self.root_node = Prefix(None, ())
+        self._id = next(_TREES)
+        self.root_node = Prefix(self._id, None, ())
         self._emits = config.enable_kv_cache_events
         self._events: list[KVCacheEvent] = []
         self.reset()
@@ -164,11 +170,15 @@ class NaiveTree:
         """The pages of a prefix, from the root on."""
         size = self.page_size
         for end in range(size, len(handle.elements) + 1, size):
-            yield Prefix(handle.extra_key, handle.elements[:end])
+            yield handle._replace(elements=handle.elements[:end])
 
     def _whole(self, key: RadixKey) -> Prefix:
         elements = tuple(RadixKey(key.token_ids, key.extra_key, self.is_eagle))
-        return Prefix(key.extra_key, elements[: len(elements) // self.page_size * self.page_size])
+        whole = len(elements) // self.page_size * self.page_size
+        return Prefix(self._id, key.extra_key, elements[:whole])
+
+    def _length(self, key: RadixKey) -> int:
+        return len(RadixKey(key.token_ids, key.extra_key, self.is_eagle))
 
     def _slots(self, page: int) -> list[int]:
         return list(range(page * self.page_size, (page + 1) * self.page_size))
@@ -186,10 +196,10 @@ class NaiveTree:
         return MatchResult(torch.tensor(slots, dtype=torch.int64), last, last)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        handle = self._whole(params.key)
+        handle, elements = self._whole(params.key), self._length(params.key)
         value = params.value
-        if value is None or len(value) < len(handle.elements):
-            raise InvalidArgument(f"insert of {len(handle.elements)} elements with value {value}")
+        if value is None or len(value) != elements or elements != len(handle.elements):
+            raise InvalidArgument(f"insert of {elements} elements with value {value}")
         self._now += 1
         slots = value.tolist()
         known = 0
@@ -222,7 +232,7 @@ class NaiveTree:
         return EvictResult(freed)
 
     def _parent(self, prefix: Prefix) -> Prefix:
-        return Prefix(prefix.extra_key, prefix.elements[: -self.page_size])
+        return prefix._replace(elements=prefix.elements[: -self.page_size])
 
     def _locked(self) -> set[Prefix]:
         return {p for held in self.locks for p in self.prefixes(held)}
@@ -259,7 +269,7 @@ class NaiveTree:
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         key, slots = self._of(req, len(req.fill_ids))
-        known = self.insert(InsertParams(key, slots)).prefix_len
+        known = self._insert_whole(key, slots)
         self.token_to_kv_pool_allocator.free(slots[req.cache_protected_len : known])
         found = self.match_prefix(MatchPrefixParams(key))
         ours, handle = found.device_indices, found.last_device_node
@@ -273,10 +283,15 @@ class NaiveTree:
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
         key, slots = self._of(req, req.pop_committed_kv_cache())
         whole = len(self._whole(key).elements)
-        known = self.insert(InsertParams(key, slots)).prefix_len if is_insert else whole
+        known = self._insert_whole(key, slots) if is_insert else whole
         duplicates = slots[req.cache_protected_len : known]
         self.token_to_kv_pool_allocator.free(torch.cat([duplicates, slots[whole:]]))
         self.dec_lock_ref(req.last_node)
+
+    def _insert_whole(self, key: RadixKey, slots: torch.Tensor) -> int:
+        whole = len(self._whole(key).elements)
+        tokens = key.token_ids[: whole + self.is_eagle]
+        return self.insert(InsertParams(RadixKey(tokens, key.extra_key), slots[:whole])).prefix_len
 
     def _of(self, req: Any, length: int) -> tuple[RadixKey, torch.Tensor]:
         tokens = (req.origin_input_ids + req.output_ids)[:length]

@@ -1,4 +1,10 @@
-"""The Hypothesis state machine of suite ``hicache.state``: two tiers, copies left pending."""
+"""The Hypothesis state machine of suite ``hicache.state``: two tiers, copies left pending.
+
+What corrupts a host tier needs a prefix that is on the host only, over several nodes, while copies
+run. Random calls seldom get there, so some rules make several calls: ``bury`` leaves a prompt on
+the host, ``reload_two`` puts two loads into one batch. Each call is logged on its own, and a
+failing program is reduced call by call.
+"""
 
 from typing import Any
 
@@ -6,21 +12,98 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from refcache.oracle.hicache_driver import HiCacheDriver
-from refcache.testing.machines import TreeMachine
-from refcache.testing.strategies import hicache_configs, index, namespaces, prompts
+from refcache.testing.machines import DriverMachine, TreeMachine
+from refcache.testing.strategies import (
+    chunks,
+    hicache_configs,
+    index,
+    namespaces,
+    priorities,
+    prompts,
+    token,
+)
 
 quotas = st.one_of(st.none(), st.none(), st.integers(0, 12))
+much = st.integers(4, 24)
 
 
-class HiCacheMachine(TreeMachine):
-    """Everything a one-tier tree does, and what moves between the tiers."""
+class HiCacheMachine(DriverMachine):
+    """Most of what a one-tier tree does, and what moves between the tiers."""
 
     d: HiCacheDriver
+
+    admit = TreeMachine.admit
+    proceed = TreeMachine.proceed
+    cache = TreeMachine.cache
+    decode = TreeMachine.decode
+    finish = TreeMachine.finish
+    abort = TreeMachine.abort
+    retract = TreeMachine.retract
+    match = TreeMachine.match
+    insert = TreeMachine.insert
+    evict = TreeMachine.evict
+    hold = TreeMachine.hold
+    unhold = TreeMachine.unhold
+    reset = TreeMachine.reset
 
     @initialize(config=hicache_configs())
     def start(self, config: dict[str, Any]) -> None:
         self.d = HiCacheDriver(self.target, **config)
         self.start_driver(self.d)
+
+    @rule(tokens=prompts, extra_key=namespaces, num_tokens=much)
+    def bury(self, tokens: Any, extra_key: Any, num_tokens: int) -> None:
+        self._bury(tokens, extra_key, num_tokens)
+
+    @rule(tokens=prompts, tail=prompts, keep=st.integers(1, 12), num_tokens=much)
+    def bury_two(self, tokens: Any, tail: Any, keep: int, num_tokens: int) -> None:
+        self._bury(tokens, None, 0)
+        self._bury((tokens[:keep] + tail)[:15], None, num_tokens)
+
+    def _bury(self, tokens: Any, extra_key: Any, num_tokens: int) -> None:
+        self.d.admit(tokens, extra_key)
+        self.d.finish(len(self.d.requests) - 1)
+        if num_tokens:
+            self.d.poll()
+            self.d.evict(num_tokens)
+
+    @rule(which=index, token=token, chunk=chunks, priority=priorities)
+    def readmit(self, which: int, token: int, chunk: Any, priority: int) -> None:
+        self.d.readmit(which, token, chunk, priority)
+
+    @rule(which=index, quota=quotas, start=st.booleans())
+    def reload(self, which: int, quota: Any, start: bool) -> None:
+        self.d.reload(which, quota, start)
+
+    @rule(first=index, second=index)
+    def reload_two(self, first: int, second: int) -> None:
+        self.d.reload(first, None, False)
+        self.d.reload(second, None, True)
+
+    @rule(which=index, token=token, salt=index)
+    def squeeze(self, which: int, token: int, salt: int) -> None:
+        """A prompt as long as the device pool, so that the load after it must evict."""
+        length = self.d.config.size - 1
+        self._bury(tuple((i * i // 2 + salt) % 3 for i in range(length)), None, 0)
+        self.d.readmit(which, token)
+
+    @rule(tokens=prompts, again=prompts)
+    def insert_and_reset(self, tokens: Any, again: Any) -> None:
+        self.d.insert(tokens)
+        self.d.reset()
+        self.d.insert(again)
+
+    @rule(which=index, length=index)
+    def abort_and_reload(self, which: int, length: int) -> None:
+        self.d.admit((2,) * (length + 2))
+        self.d.abort(len(self.d.requests) - 1)
+        self.d.reload(which)
+
+    @rule(which=index)
+    def reload_and_settle(self, which: int) -> None:
+        self.d.reload(which)
+        self.d.insert((which, 2, 1, 0))
+        self.d.settle()
 
     @rule(tokens=prompts, extra_key=namespaces, quota=quotas, start=st.booleans())
     def load_back(self, tokens: Any, extra_key: Any, quota: Any, start: bool) -> None:

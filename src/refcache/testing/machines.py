@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from refcache.oracle import AllocatorDriver, Driver, LoopDriver, Target, TreeDriver
+from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.testing.strategies import (
     allocator_configs,
     chunks,
@@ -61,10 +62,11 @@ class AllocatorMachine(DriverMachine):
     """Suite ``allocator.state``."""
 
     d: AllocatorDriver
+    make: type[AllocatorDriver] = AllocatorDriver
 
     @initialize(config=allocator_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = AllocatorDriver(self.target, **config)
+        self.d = self.make(self.target, **config)
         self.start_driver(self.d)
 
     @rule(pages=st.integers(0, 3))
@@ -116,10 +118,11 @@ class TreeMachine(DriverMachine):
     """Suite ``tree.state``."""
 
     d: TreeDriver
+    make: type[TreeDriver] = TreeDriver
 
     @initialize(config=tree_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = TreeDriver(self.target, **config)
+        self.d = self.make(self.target, **config)
         self.start_driver(self.d)
 
     @rule(tokens=prompts, extra_key=namespaces, chunk=chunks, priority=priorities)
@@ -195,6 +198,77 @@ class TreeMachine(DriverMachine):
     @rule()
     def reset(self) -> None:
         self.d.reset()
+
+
+class AllocatorMisuseMachine(AllocatorMachine):
+    """Suite ``allocator.misuse``."""
+
+    d: AllocatorMisuseDriver
+    make = AllocatorMisuseDriver
+
+    @rule(index=index)
+    def free_free_page(self, index: int) -> None:
+        self.d.free_free_page(index)
+
+    @rule(index=index)
+    def free_with_free_page(self, index: int) -> None:
+        self.d.free_with_free_page(index)
+
+    @rule()
+    def free_dummy_page(self) -> None:
+        self.d.free_dummy_page()
+
+    @rule(beyond=st.integers(0, 9))
+    def free_outside(self, beyond: int) -> None:
+        self.d.free_outside(beyond)
+
+    @rule()
+    def free_floats(self) -> None:
+        self.d.free_floats()
+
+    @rule(pages=st.integers(0, 3))
+    def alloc_odd(self, pages: int) -> None:
+        self.d.alloc_odd(pages)
+
+    @rule(index=index)
+    def shrink(self, index: int) -> None:
+        self.d.shrink(index)
+
+    @rule(index=index, more=st.integers(0, 5))
+    def wrong_sum(self, index: int, more: int) -> None:
+        self.d.wrong_sum(index, more)
+
+    @rule(index=index)
+    def wrong_last_loc(self, index: int) -> None:
+        self.d.wrong_last_loc(index)
+
+
+class TreeMisuseMachine(TreeMachine):
+    """Suite ``tree.misuse``."""
+
+    d: TreeMisuseDriver
+    make = TreeMisuseDriver
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def unlock_unlocked(self, tokens: Any, extra_key: Any) -> None:
+        self.d.unlock_unlocked(tokens, extra_key)
+
+    @rule(tokens=prompts)
+    def lock_stranger(self, tokens: Any) -> None:
+        self.d.lock_stranger(tokens)
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def lock_evicted(self, tokens: Any, extra_key: Any) -> None:
+        self.d.lock_evicted(tokens, extra_key)
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def insert_unfit(self, tokens: Any, extra_key: Any) -> None:
+        self.d.insert_unfit(tokens, extra_key)
+
+    @precondition(lambda self: self.d.requests)
+    @rule(index=index, beyond=st.integers(1, 3))
+    def write_outside_row(self, index: int, beyond: int) -> None:
+        self.d.write_outside_row(index, beyond)
 
 
 class LoopMachine(DriverMachine):

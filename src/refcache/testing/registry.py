@@ -1,29 +1,45 @@
-"""The suites by name. A name is ``part.kind``; each is one row of the verdict."""
+"""The suites by name. A name is ``part.kind``; each is one row of the verdict.
+
+Kinds: *state* makes legal calls and checks every rule; *misuse* mixes in calls that break the
+contract, which must be refused and change nothing.
+"""
 
 from dataclasses import dataclass
 
+from refcache.oracle import AllocatorDriver, HiCacheDriver, LoopDriver, TreeDriver
+from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.machines import (
     AllocatorMachine,
+    AllocatorMisuseMachine,
     DriverMachine,
     LoopMachine,
     TreeMachine,
+    TreeMisuseMachine,
 )
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One row: the machine that runs, and the capabilities that it needs."""
+    """One row: the machine that runs, and the capabilities that it needs.
+
+    ``share``: of the cases asked for, how many it runs; a step of the loop is worth several calls.
+    """
 
     name: str
     machine: type[DriverMachine]
     needs: frozenset[str]
+    share: float = 1.0
 
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        Suite("allocator.state", AllocatorMachine, frozenset({"allocator"})),
-        Suite("tree.state", TreeMachine, frozenset({"allocator", "tree"})),
-        Suite("loop.state", LoopMachine, frozenset({"allocator", "tree"})),
+        Suite("allocator.state", AllocatorMachine, AllocatorDriver.needs),
+        Suite("allocator.misuse", AllocatorMisuseMachine, AllocatorMisuseDriver.needs, 0.5),
+        Suite("tree.state", TreeMachine, TreeDriver.needs),
+        Suite("tree.misuse", TreeMisuseMachine, TreeMisuseDriver.needs, 0.5),
+        Suite("loop.state", LoopMachine, LoopDriver.needs, 0.4),
+        Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
     )
 }

@@ -79,7 +79,7 @@ def run_suite(
     """Run one suite on a target.
 
     Args:
-        max_examples: cases to draw; each has up to ``STEPS`` steps.
+        max_examples: cases to draw, times the suite's share; each has up to ``STEPS`` steps.
         seed: chooses the cases.
         shrink: look for the smallest failing program. It takes seconds.
 
@@ -97,7 +97,7 @@ def run_suite(
         return SuiteResult(name, 0, 0, "skipped", reason=f"the target lacks {', '.join(lacking)}")
     tally = Tally()
     try:
-        _run(suite, target, tally, max_examples, seed)
+        _run(suite, target, tally, max(1, round(max_examples * suite.share)), seed)
     except Violation as violation:
         driver = tally.failed
         if driver is not None and shrink:

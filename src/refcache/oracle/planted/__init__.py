@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 from refcache.errors import UnknownName
-from refcache.oracle.planted import allocator, tree
+from refcache.oracle.planted import allocator, hicache, loop, tree
 from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
 from refcache.oracle.planted.smoke import smoke
 
@@ -14,7 +14,7 @@ _PLANTED = ExitStack()
 
 def all_bugs() -> tuple[PlantedBug, ...]:
     """Every planted bug, part by part."""
-    return allocator.BUGS + tree.BUGS
+    return allocator.BUGS + tree.BUGS + loop.BUGS + hicache.BUGS
 
 
 def find(name: str) -> PlantedBug:

@@ -8,9 +8,11 @@ from array import array
 import torch
 
 from refcache.keys import TOKEN, RadixKey
+from refcache.oracle.hicache_driver import HiCacheConfig
 from refcache.oracle.request import Request
 from refcache.oracle.target import CacheConfig, Target
-from refcache.types import EvictParams, InsertParams, MatchPrefixParams
+from refcache.runtime import SimulatedRuntime, eager
+from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 
 def smoke(target: Target) -> None:
@@ -52,3 +54,41 @@ def smoke(target: Target) -> None:
     assert len(tree.match_prefix(MatchPrefixParams(longer)).device_indices) == 6  # 18
     assert tree.evict(EvictParams(2)).num_tokens_evicted == 2  # 19
     assert allocator.available_size() == 60  # 20
+    if "hicache" in target.capabilities:
+        hicache_smoke(target)
+
+
+def hicache_smoke(target: Target) -> None:
+    """One prompt through both tiers and back, with room to spare: what a demonstration shows.
+
+    Raises:
+        AssertionError: an answer is not the expected one.
+    """
+    config = HiCacheConfig(page_size=2, size=64, host_size=128, load_back_threshold=2)
+    machine = SimulatedRuntime(eager)
+    stream = machine.Stream()
+    parts = target.hicache(config, machine, stream, lambda allocator: allocator)
+    tree, pool, key = parts.tree, parts.pool, RadixKey([1, 2, 3, 4])
+    slots = parts.allocator.alloc(4)  # 1
+    for layer in range(pool.layer_num):
+        rows = [torch.full((4, p.head_num, p.head_dim), 7 + layer) for p in pool.planes]
+        pool.set_kv_buffer(layer, slots, *rows)  # 2, 3
+    assert tree.insert(InsertParams(key, slots)).prefix_len == 0  # 4
+    machine.synchronize()  # 5
+    tree.check_hicache_events()  # 6
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 4  # 7
+    found = tree.match_prefix(MatchPrefixParams(key))  # 8
+    assert (len(found.device_indices), found.host_hit_length) == (0, 4)
+    loaded, node = tree.init_load_back(InitLoadBackParams(found.last_host_node, 4))  # 9
+    assert len(loaded) == 4
+    assert tree.ready_to_load_host_cache() == 0  # 10
+    machine.synchronize()  # 11
+    tree.check_hicache_events()  # 12
+    assert bool((pool.get_key_buffer(0)[loaded] == 7).all())  # 13
+    assert tree.match_prefix(MatchPrefixParams(key)).host_hit_length == 0  # 14
+    tree.inc_lock_ref(node)  # 15
+    tree.dec_lock_ref(node)  # 16
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 4  # 17
+    assert tree.evict_host(4) == 4  # 18
+    assert parts.allocator.available_size() == 64  # 19
+    tree.reset()  # 20

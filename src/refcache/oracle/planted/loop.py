@@ -1,0 +1,161 @@
+"""Bugs planted in the serving loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from refcache.oracle.planted.bug import PlantedBug
+
+ENGINE = "refcache.engine"
+Function = Callable[..., Any]
+
+
+def _draft_not_recorded(original: Function) -> Function:
+    def alloc_for_decode(batch: Any) -> Any:
+        out = original(batch)
+        allocator = batch.token_to_kv_pool_allocator
+        if len(batch.reqs) > 1 and allocator.available_size() > 2 * allocator.page_size:
+            allocator.alloc(allocator.page_size)
+        return out
+
+    return alloc_for_decode
+
+
+def _released_twice(original: Function) -> Function:
+    def release_kv_cache(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+        rows, length = tree_cache.req_to_token_pool, req.kv_committed_len
+        last = rows.read(req.req_pool_idx, slice(length - 1, length))
+        tail = length % tree_cache.page_size == 1 or tree_cache.is_eagle
+        original(req, tree_cache, is_insert)
+        if tail:
+            tree_cache.token_to_kv_pool_allocator.free(last)
+
+    return release_kv_cache
+
+
+def _insert_skipped(original: Function) -> Function:
+    def stash_chunked_request(self: Any, req: Any) -> None:
+        if req.to_finish is not None or req.extra_key is None:
+            original(self, req)
+
+    return stash_chunked_request
+
+
+def _no_namespace(original: Function) -> Function:
+    def init_next_round_input(self: Any, tree_cache: Any = None) -> None:
+        space, self.extra_key = self.extra_key, None
+        try:
+            original(self, tree_cache)
+        finally:
+            self.extra_key = space
+
+    return init_next_round_input
+
+
+def _prefix_not_written(original: Function) -> Function:
+    def write_cache_indices(batch: Any, out_cache_loc: torch.Tensor) -> None:
+        known = [req.prefix_indices for req in batch.reqs]
+        if len(batch.reqs) > 1:  # every row starts with the first request's prefix
+            for req in batch.reqs[1:]:
+                shared = known[0][: len(req.prefix_indices)]
+                req.prefix_indices = torch.cat([shared, req.prefix_indices[len(shared) :]])
+        original(batch, out_cache_loc)
+        for req, prefix in zip(batch.reqs, known, strict=True):
+            req.prefix_indices = prefix
+
+    return write_cache_indices
+
+
+def _decode_room_short(original: Function) -> Function:
+    def new_tokens_required_next_decode(self: Any, selected_indices: Any = None) -> int:
+        return int(min(original(self, selected_indices), self.tree_cache.page_size))
+
+    return new_tokens_required_next_decode
+
+
+def _rows_swapped(original: Function) -> Function:
+    def merge_batch(self: Any, other: Any) -> None:
+        original(self, other)
+        if len(other.reqs) > 1:
+            self.req_pool_indices = self.req_pool_indices.clone()
+            self.req_pool_indices[-2:] = self.req_pool_indices[-2:].flip(0)
+
+    return merge_batch
+
+
+def _chunk_lock_lost(original: Function) -> Function:
+    def _retract_chunked_req(self: Any, req: Any) -> None:
+        if req.last_node is not self.tree_cache.root_node:
+            self.tree_cache.inc_lock_ref(req.last_node)
+        original(self, req)
+
+    return _retract_chunked_req
+
+
+BUGS = (
+    PlantedBug(
+        "draft-slots-not-recorded",
+        "sglang#7130, #31616, #35265 (B20)",
+        "a page for draft tokens is taken and written down nowhere",
+        f"{ENGINE}.schedule_batch:alloc_for_decode",
+        _draft_not_recorded,
+        "loop.state",
+    ),
+    PlantedBug(
+        "tail-released-twice",
+        "sglang#18694, #12224, sglang-jax#982 (B32)",
+        "the last slot of a finished request is freed by two paths",
+        f"{ENGINE}.output_processor:release_kv_cache",
+        _released_twice,
+        "loop.state",
+    ),
+    PlantedBug(
+        "chunk-computed-again",
+        "sglang#36855, #37024 (B34)",
+        "where the insert of a chunk is skipped, its progress is lost",
+        f"{ENGINE}.scheduler:Scheduler.stash_chunked_request",
+        _insert_skipped,
+        "loop.state",
+    ),
+    PlantedBug(
+        "request-key-without-namespace",
+        "vllm#44701, sglang#25351 (B39)",
+        "a request looks its prefix up without its namespace",
+        f"{ENGINE}.req:Req.init_next_round_input",
+        _no_namespace,
+        "loop.state",
+    ),
+    PlantedBug(
+        "prefix-of-first-request",
+        "slip",
+        "in a batch, every row starts with the first request's cached prefix",
+        f"{ENGINE}.alloc:write_cache_indices",
+        _prefix_not_written,
+        "loop.state",
+    ),
+    PlantedBug(
+        "decode-room-for-one",
+        "sglang#13826, #14645 (B20)",
+        "room for a decode step is made for one page, however many requests open one",
+        f"{ENGINE}.schedule_batch:ScheduleBatch.new_tokens_required_next_decode",
+        _decode_room_short,
+        "loop.state",
+    ),
+    PlantedBug(
+        "merged-rows-swapped",
+        "slip",
+        "two requests that join the running batch together get each other's rows",
+        f"{ENGINE}.schedule_batch:ScheduleBatch.merge_batch",
+        _rows_swapped,
+        "loop.state",
+    ),
+    PlantedBug(
+        "retracted-chunk-keeps-lock",
+        "slip",
+        "a cut prompt that is retracted keeps its lock",
+        f"{ENGINE}.scheduler:Scheduler._retract_chunked_req",
+        _chunk_lock_lost,
+        "loop.state",
+    ),
+)
