@@ -39,7 +39,11 @@ def _tokens(key: Any) -> f.Tokens:
 
 
 def _row(rec: Recording, req: Any, length: int) -> list[int]:
-    return _ints(rec.tree.req_to_token_pool.req_to_token[req.req_pool_idx, :length])
+    """The first slots of a row; refcache's pool says when they have been written."""
+    pool = rec.tree.req_to_token_pool
+    if hasattr(pool, "read"):
+        return _ints(pool.read(req.req_pool_idx, slice(0, length)))
+    return _ints(pool.req_to_token[req.req_pool_idx, :length])
 
 
 def _alloc(rec: Recording, need_size: int) -> Steps:
