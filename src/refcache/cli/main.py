@@ -12,8 +12,10 @@ import typer
 
 from refcache import __version__
 from refcache.cli.check import check
+from refcache.cli.judge import judge
 from refcache.cli.planted import planted
 from refcache.cli.replay import replay
+from refcache.cli.shrink import shrink
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
 
@@ -30,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, replay, workload, planted):
+for command in (check, replay, judge, shrink, workload, planted):
     app.command()(command)
 
 

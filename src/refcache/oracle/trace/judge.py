@@ -12,9 +12,10 @@ suites. Storage below the host is not modelled.
 from collections.abc import Iterable
 from pathlib import Path
 
+from refcache.errors import InvalidTrace
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.host_rules import HostRules
-from refcache.oracle.trace.kv_events import DEVICE
+from refcache.oracle.trace.kv_events import DEVICE, judge_events
 from refcache.oracle.trace.model import show
 from refcache.oracle.trace.pool_rules import PoolRules
 from refcache.oracle.trace.rules import Undecidable, op_of
@@ -47,6 +48,21 @@ def judge_trace(path: str | Path) -> TraceVerdict:
     """
     reader = f.TraceReader(path)
     return judge_lines(reader.header, reader)
+
+
+def judge_file(path: str | Path) -> TraceVerdict:
+    """Judge a trace, or else a stream of KV events.
+
+    Raises:
+        InvalidTrace: it cannot be opened, or is neither.
+    """
+    try:
+        return judge_trace(path)
+    except InvalidTrace as no_trace:
+        try:
+            return judge_events(path)
+        except InvalidTrace:
+            raise no_trace from None
 
 
 def judge_lines(header: f.Header, lines: Iterable[f.Line]) -> TraceVerdict:

@@ -1,0 +1,28 @@
+"""``refcache judge``: could a legal cache have produced this trace?"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXIT = {"ok": 0, "violation": 1, "unknown": 3}
+
+
+def judge(
+    trace: Annotated[
+        Path, typer.Argument(help="A recorded trace, or KV events one a line; .zst too.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> int:
+    """Judge a recorded trace, or a stream of KV events.
+
+    Names the first record that no legal cache could have produced, and why. A damaged file is
+    judged up to the damage.
+    """
+    from refcache.oracle.trace import judge_file
+
+    verdict = judge_file(trace)
+    print(json.dumps(asdict(verdict), indent=2) if as_json else verdict)
+    return EXIT[verdict.verdict]
