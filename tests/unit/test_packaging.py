@@ -1,6 +1,7 @@
 """What is shipped: every package, nothing twice, no import that a plain install lacks."""
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -91,6 +92,14 @@ for floor in {FLOORS_0_TO_4!r}:
 print("ok")
 """
     assert run_python(code, str(ROOT / "src"), str(ROOT / "aliases")) == "ok"
+
+
+def test_entry_points_exist() -> None:
+    groups = [PROJECT["project"]["scripts"], *PROJECT["project"].get("entry-points", {}).values()]
+    for spec in (spec for group in groups for spec in group.values()):
+        module, _, attribute = spec.partition(":")
+        loaded = importlib.import_module(module)
+        assert not attribute or callable(getattr(loaded, attribute))
 
 
 def test_plain_ops_is_not_importable() -> None:
