@@ -140,7 +140,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         pages = torch.div(slots.to(torch.int64), self.page_size, rounding_mode="floor")
-        distinct: torch.Tensor = torch.unique(pages)
+        # neighbours first: a run of slots is mostly one page after another, and sorting is slow
+        distinct: torch.Tensor = torch.unique(torch.unique_consecutive(pages))
         return distinct
 
     def _order(self, pages: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def get_last_loc(
     req_to_token_pool: Any, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
 ) -> torch.Tensor:
     """The slot of each request's token ``prefix_lens[i] - 1``, int64; -1 where there is none."""
-    last: torch.Tensor = req_to_token_pool.read(req_pool_indices, (prefix_lens - 1).clamp(min=0))
+    last: torch.Tensor = req_to_token_pool.read(req_pool_indices, prefix_lens - 1)
     return torch.where(prefix_lens > 0, last, -1)
 
 
@@ -124,17 +124,18 @@ def alloc_for_extend(batch: "ScheduleBatch") -> tuple[torch.Tensor, torch.Tensor
 
 
 def alloc_for_decode(batch: "ScheduleBatch") -> torch.Tensor:
-    """One slot a request for its token ``seq_lens[i]``, written to ``req_to_token``; int64."""
+    """One slot a request for its token ``seq_lens[i] - 1``, written to ``req_to_token``; int64."""
+    positions = batch.seq_lens - 1
     if batch.tree_cache.page_size == 1:
         out_cache_loc = alloc_token_slots(batch.tree_cache, len(batch.reqs))
     else:
         out_cache_loc = alloc_paged_token_slots_decode(
             batch.tree_cache,
-            batch.seq_lens + 1,
-            batch.seq_lens_cpu + 1,
-            get_last_loc(batch.req_to_token_pool, batch.req_pool_indices, batch.seq_lens),
+            batch.seq_lens,
+            batch.seq_lens_cpu,
+            get_last_loc(batch.req_to_token_pool, batch.req_pool_indices, positions),
         )
-    batch.req_to_token_pool.write((batch.req_pool_indices, batch.seq_lens), out_cache_loc)
+    batch.req_to_token_pool.write((batch.req_pool_indices, positions), out_cache_loc)
     return out_cache_loc
 
 

@@ -3,7 +3,7 @@
 A batch is made for a prefill (``init_new``, ``prepare_for_extend``), then becomes or joins the
 running batch, which decodes one token a request a step (``prepare_for_decode``). The forward gets a
 ``ModelWorkerBatch``: the same tensors, of this step. Nothing is changed in place, because the
-forward of the last step may still be reading.
+forward of the last step may still be reading, and a list of requests is never changed either.
 
 Shapes: ``input_ids``, ``out_cache_loc`` int64 ``[tokens]``; ``seq_lens``, ``req_pool_indices``
 int64 ``[batch]``, lengths including the tokens of this step. Models SGLang's class of that name;
@@ -46,10 +46,11 @@ class ForwardMode(Enum):
 
 @dataclass
 class ModelWorkerBatch:
-    """What one forward needs. ``rows`` and ``rids`` are ``req_pool_indices`` and names on the host.
+    """What one forward needs.
 
-    ``cached_prefix_ids``: for each request of an extend, the tokens whose KV the cache gave it at
-    admission; None in a later chunk.
+    ``reqs`` is for what never changes of a request: its name and namespace. ``cached_prefix_ids``:
+    for each request of an extend, the tokens whose KV the cache gave it at admission; None in a
+    later chunk.
     """
 
     forward_mode: ForwardMode
@@ -61,10 +62,22 @@ class ModelWorkerBatch:
     extend_prefix_lens: list[int]
     extend_seq_lens: list[int]
     cached_prefix_ids: "list[array[int] | None]"
-    extra_keys: list[str | None]
-    rows: list[int]
-    rids: list[str]
+    reqs: list[Req]
     hicache_consumer_index: int = -1
+
+    @property
+    def rows(self) -> list[int]:
+        """``req_pool_indices`` on the host."""
+        rows: list[int] = self.req_pool_indices.tolist()
+        return rows
+
+    @property
+    def rids(self) -> list[str]:
+        return [r.rid for r in self.reqs]
+
+    @property
+    def extra_keys(self) -> list[str | None]:
+        return [r.extra_key for r in self.reqs]
 
 
 class ScheduleBatch:
@@ -172,12 +185,11 @@ class ScheduleBatch:
         self.forward_mode = ForwardMode.DECODE
         self.hicache_consumer_index = -1
         self.input_ids, self.output_ids = self.output_ids, None
+        self.seq_lens_cpu = self.seq_lens_cpu + 1
+        self.seq_lens = self.seq_lens_cpu.to(self.device)
         self.out_cache_loc = alloc_for_decode(self)
         for req in self.reqs:
-            req.kv_committed_len += 1
-            req.kv_allocated_len += 1
-        self.seq_lens = self.seq_lens + 1
-        self.seq_lens_cpu = self.seq_lens_cpu + 1
+            req.kv_committed_len = req.kv_allocated_len = req.kv_committed_len + 1
 
     def get_model_worker_batch(self) -> ModelWorkerBatch:
         extend = self.forward_mode.is_extend()
@@ -191,9 +203,7 @@ class ScheduleBatch:
             extend_prefix_lens=self.prefix_lens if extend else [],
             extend_seq_lens=self.extend_lens if extend else [],
             cached_prefix_ids=self.cached_prefix_ids if extend else [],
-            extra_keys=[r.extra_key for r in self.reqs],
-            rows=[r.req_pool_idx for r in self.reqs],  # type: ignore[misc]
-            rids=[r.rid for r in self.reqs],
+            reqs=self.reqs,
             hicache_consumer_index=self.hicache_consumer_index,
         )
 

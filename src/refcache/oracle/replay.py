@@ -279,7 +279,7 @@ def _scheduler(
             radix_eviction_policy=config.policy,
             disable_overlap_schedule=config.serial,  # nothing else runs: nothing to overlap
         ),
-        ModelConfig(),
+        ModelConfig(kv_lora_rank=1),  # one plane of one word a token is enough to know it by
         make_allocator=make_allocator,
         make_tree=lambda params, server_args: CountingRadixCache(params),
         check=RowCheck(plans[config.check], on_wrong),
@@ -302,13 +302,13 @@ class _StateCheck:
     def after_step(self, step: int) -> None:
         if self.mode == "off":
             return
+        page = self.page
         running = [r for r in self.scheduler.live_reqs.values() if r.req_pool_idx is not None]
         check_sums(
             self.allocator.available_size(),
             self.tree.evictable_size(),
             self.tree.protected_size(),
-            sum(-(-r.kv_allocated_len // self.page) * self.page for r in running)
-            - sum(r.cache_protected_len for r in running),
+            sum([-(-r.kv_allocated_len // page) * page - r.cache_protected_len for r in running]),
             self.allocator.size,
         )
         if step % STATE_EVERY == 0:
