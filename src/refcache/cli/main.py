@@ -11,6 +11,7 @@ import traceback
 import typer
 
 from refcache import __version__
+from refcache.cli.campaign import campaign
 from refcache.cli.check import check
 from refcache.cli.judge import judge
 from refcache.cli.planted import planted
@@ -32,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, replay, judge, shrink, workload, planted):
+for command in (check, campaign, replay, judge, shrink, workload, planted):
     app.command()(command)
 
 

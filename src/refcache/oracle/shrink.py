@@ -75,6 +75,8 @@ class _Best:
             if violation.id == self.rule:
                 self._adopt(candidate)
                 return True
+        except (TypeError, ValueError):
+            pass  # no program: a simpler argument of the wrong shape
         return False
 
     def drop_calls(self) -> bool:
