@@ -16,7 +16,7 @@ def shrink(
     from refcache.oracle.trace import shrink_trace
 
     ending = ".jsonl.zst" if trace.name.endswith(".zst") else ".jsonl"
-    small = out or trace.with_name(trace.name.removesuffix(ending) + ".small" + ending)
+    small = out or Path(str(trace).removesuffix(ending) + ".small" + ending)
     verdict, count = shrink_trace(trace, small)
     print(f"{small}: {count} records")
     print(verdict)
