@@ -38,7 +38,7 @@ from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
 from refcache.errors import InvalidArgument, NotIdle
 from refcache.keys import token_array
 from refcache.runtime import Runtime
-from refcache.tree import RadixCache
+from refcache.tree import HiRadixCache, RadixCache
 from refcache.types import CacheInitParams, ServerArgs
 
 MakeTree = Callable[[CacheInitParams, ServerArgs], Any]
@@ -47,9 +47,7 @@ MakeTree = Callable[[CacheInitParams, ServerArgs], Any]
 def make_tree(params: CacheInitParams, server_args: ServerArgs) -> Any:
     """refcache's tree for these arguments."""
     if server_args.enable_hierarchical_cache:
-        raise InvalidArgument(
-            "enable_hierarchical_cache: expected make_tree for a tree with a host tier"
-        )
+        return HiRadixCache(params, server_args)
     return RadixCache(params)
 
 
