@@ -158,12 +158,13 @@ def workloads(draw: st.DrawFn, hierarchical: bool) -> Workload:
         server_args.hicache_write_policy = draw(st.sampled_from(WRITE_POLICIES))
         server_args.hicache_mem_layout = draw(st.sampled_from(sorted(LAYOUTS)))
         server_args.hicache_io_backend = draw(st.sampled_from(["kernel", "direct"]))
-    choices = st.lists(st.integers(0, 6), min_size=1, max_size=24).map(tuple)
+    choice = st.sampled_from([0, 1, 1, 1, 1, 1, 2, 3, 4, 5])  # mostly: run nothing yet
+    choices = st.lists(choice, min_size=1, max_size=24).map(tuple)
     return Workload(
         server_args,
         draw(st.sampled_from(HIT_POLICIES)),
         draw(st.sampled_from([1, 1, 4])),
-        draw(st.one_of(st.none(), choices, choices)),
+        draw(st.one_of(st.none(), st.just((1,)), choices, choices)),
         tuple(draw(turns(i)) for i in range(draw(st.integers(4, 9)))),
         draw(st.tuples(*[st.integers(0, 40)] * 5)),
     )
@@ -218,7 +219,9 @@ class Run(SchedulerObserver):
         self.workload = workload
         runtime: Runtime = ImmediateRuntime()
         if workload.choices is not None:
-            runtime = SimulatedRuntime(drawn(cycle(workload.choices)), Tracker())
+            # All is run now and then: a machine that never gets on would let the loop spin forever.
+            rounds = workload.choices * (100 // len(workload.choices))
+            runtime = SimulatedRuntime(drawn(cycle((*rounds, 0))), Tracker())
         self.scheduler = Scheduler(
             workload.server_args,
             MODELS[family],
