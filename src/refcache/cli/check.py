@@ -30,6 +30,10 @@ def check(
     planted: Annotated[
         str | None, typer.Option(help="Switch one planted bug on: what a failure looks like.")
     ] = None,
+    without_edge: Annotated[
+        str | None,
+        typer.Option(help="Take one ordering edge away: it must be reported. 'list' names them."),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write the verdict and the failing programs here.")
     ] = None,
@@ -38,6 +42,8 @@ def check(
 
     One line a suite: cases, steps, verdict. A failure is the smallest program that shows it.
     """
+    if without_edge is not None:
+        return _without_edge(target, without_edge)
     from refcache.oracle import resolve
     from refcache.oracle.planted import all_bugs, find
     from refcache.testing import list_suites
@@ -97,3 +103,22 @@ def _lines(result: Any) -> Iterator[str]:
     yield f"{line}: {reason[-1]}" if reason else line
     if result.failure is not None:
         yield f"\n{result.failure.text}\n"
+
+
+def _without_edge(target: str, name: str) -> int:
+    """Run the program of one ordering edge without it; 1 when it is reported, 3 when not."""
+    from refcache.oracle import StreamsDriver, Violation, resolve
+    from refcache.oracle.edges import EDGES
+    from refcache.testing.run import explain
+
+    if name == "list":
+        _print(*EDGES)
+        return 0
+    driver = StreamsDriver(resolve(target), without_edge=name)
+    try:
+        driver.every_order(name)
+    except Violation as violation:
+        _print(explain(violation, driver).text)
+        return 1
+    _print(f"without the edge {name}, no order of its program was reported")
+    return 3

@@ -9,6 +9,7 @@ from refcache.oracle.driver import Driver
 from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheDriver, HiCacheParts
 from refcache.oracle.invariants import CHECKS, RequestView, State, check_state, violations
 from refcache.oracle.loop_driver import LoopDriver
+from refcache.oracle.streams_driver import StreamsDriver
 from refcache.oracle.target import CacheConfig, Target, resolve
 from refcache.oracle.tree_driver import TreeDriver
 from refcache.oracle.view import NodeView, TreeView, inspect_radix
@@ -27,6 +28,7 @@ __all__ = [
     "NodeView",
     "RequestView",
     "State",
+    "StreamsDriver",
     "Target",
     "TreeDriver",
     "TreeView",

@@ -9,6 +9,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``events``: the tree emits KV events (``take_events``);
 * ``minimal_evict``: ``evict`` stops as soon as enough is free;
 * ``hicache``: :meth:`Target.hicache` makes a two-tier cache on a simulated machine;
+* ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
@@ -26,7 +27,16 @@ from refcache.oracle.view import TreeView
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 CAPABILITIES = frozenset(
-    {"allocator", "tree", "inspect", "events", "minimal_evict", "hicache", "refuses_misuse"}
+    {
+        "allocator",
+        "tree",
+        "inspect",
+        "events",
+        "minimal_evict",
+        "hicache",
+        "streams",
+        "refuses_misuse",
+    }
 )
 BUILT_IN = {
     "refcache": "refcache.oracle.targets:RefcacheTarget",

@@ -8,7 +8,7 @@ import torch
 from refcache.errors import RefcacheError
 from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_view import HostView, inspect_hiradix
-from refcache.oracle.target import CacheConfig, Target
+from refcache.oracle.target import CAPABILITIES, CacheConfig, Target
 from refcache.oracle.view import TreeView, inspect_radix
 from refcache.types import CacheInitParams, ServerArgs
 
@@ -19,9 +19,7 @@ class RefcacheTarget(Target):
     """The reference allocators and ``RadixCache``; a refusal must be a named error."""
 
     name = "refcache"
-    capabilities = frozenset(
-        {"allocator", "tree", "inspect", "events", "minimal_evict", "hicache", "refuses_misuse"}
-    )
+    capabilities = CAPABILITIES
     errors = RefcacheError
 
     def allocator(self, config: CacheConfig) -> Any:

@@ -6,7 +6,13 @@ contract, which must be refused and change nothing.
 
 from dataclasses import dataclass
 
-from refcache.oracle import AllocatorDriver, HiCacheDriver, LoopDriver, TreeDriver
+from refcache.oracle import (
+    AllocatorDriver,
+    HiCacheDriver,
+    LoopDriver,
+    StreamsDriver,
+    TreeDriver,
+)
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.machines import (
@@ -17,6 +23,7 @@ from refcache.testing.machines import (
     TreeMachine,
     TreeMisuseMachine,
 )
+from refcache.testing.streams_machine import StreamsMachine
 
 
 @dataclass(frozen=True)
@@ -41,5 +48,6 @@ SUITES: dict[str, Suite] = {
         Suite("tree.misuse", TreeMisuseMachine, TreeMisuseDriver.needs, 0.5),
         Suite("loop.state", LoopMachine, LoopDriver.needs, 0.4),
         Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
+        Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.1),
     )
 }
