@@ -1,6 +1,6 @@
-"""``docs/source_map.md``: every path imports, and a run of three requests calls the loop's functions.
+"""``docs/source_map.md``: every path imports, and three requests call every function of the loop.
 
-The run has a host tier, a prompt in two chunks, and a shared prefix.
+They run over a host tier; one prompt comes in two chunks, and prefixes are shared.
 """
 
 import importlib
@@ -125,6 +125,11 @@ def test_a_path_that_is_not_there_is_noticed(run):
     "path", sorted({p for _, p, _ in PATHS if p.startswith("refcache.engine")})
 )
 def test_three_requests_call_every_function_of_the_loop(path, run):
-    code = code_of(resolve(path, run.instances))
-    if code is not None and not inspect.isclass(resolve(path, run.instances)):
-        assert code in run.called
+    value = resolve(path, run.instances)
+    code = None if inspect.isclass(value) else code_of(value)
+    assert code is None or code in run.called
+
+
+def test_what_was_not_called_is_noticed(run):
+    assert code_of(Scheduler.step) in run.called
+    assert code_of(Scheduler.flush_cache) not in run.called
