@@ -27,6 +27,10 @@ def replay(
     serial: Annotated[bool, typer.Option("--serial", help="One request at a time.")] = False,
     no_decode: Annotated[bool, typer.Option("--no-decode", help="Prefills only.")] = False,
     check: Annotated[str, typer.Option(metavar="every|sampled|off", help="How much.")] = "sampled",
+    host_ratio: Annotated[
+        float | None, typer.Option(help="Host tokens / device tokens; without it, no host tier.")
+    ] = None,
+    write_policy: Annotated[str, typer.Option(help="When KV goes to the host.")] = "write_through",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Serve a trace with the reference and check each step.
@@ -44,6 +48,8 @@ def replay(
         serial=serial,
         no_decode=no_decode,
         check=check,
+        host_ratio=host_ratio,
+        write_policy=write_policy,
     )
     requests = list(read_trace(trace, limit))
     bound = prefix_bound(requests)
@@ -85,6 +91,11 @@ def _lines(result: Any, bound: PrefixBound) -> Iterator[str]:
     yield f"prompts    {result.prompt_tokens:,} tokens"
     yield f"hits       {result.hit_tokens:,} tokens ({share:.2f} %)"
     yield f"bound      {bound}, computed from the ids"
+    if result.bytes_to_host or result.bytes_to_device:
+        device = result.hit_tokens - result.host_hit_tokens
+        yield f"           {device:,} on the device, {result.host_hit_tokens:,} on the host"
+        to_host, to_device = result.bytes_to_host, result.bytes_to_device
+        yield f"moved      {to_host:,} bytes to the host, {to_device:,} bytes to the device"
     yield f"evicted    {result.evicted_tokens:,} tokens"
     yield f"computed   {result.computed_tokens:,} tokens in prefills"
     yield f"decoded    {result.output_tokens:,} tokens"

@@ -50,12 +50,15 @@ from refcache.oracle.invariants import RequestView, State, check_state, check_su
 from refcache.oracle.view import inspect_radix
 from refcache.oracle.violation import Violation
 from refcache.oracle.workload import BLOCK, TraceRequest
-from refcache.tree import RadixCache
+from refcache.tree import HiRadixCache, RadixCache, TreeNode
+from refcache.tree.hiradix_cache import LOAD_BACK_THRESHOLD
 from refcache.types import (
     EVICTION_POLICIES,
+    WRITE_POLICIES,
     CacheInitParams,
     EvictParams,
     EvictResult,
+    InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
     ServerArgs,
@@ -84,6 +87,8 @@ class ReplayConfig:
         no_decode: a request ends with its first token.
         check: see the module docstring; ``seed``: of the rows that are drawn.
         max_running_requests: that decode together.
+        host_ratio: host tokens / device tokens; None: no host tier.
+        write_policy, load_back_threshold: of the host tier.
 
     Raises:
         InvalidArgument: a number that is too small. UnknownName: a policy or check.
@@ -98,8 +103,17 @@ class ReplayConfig:
     check: str = "sampled"
     seed: int = 0
     max_running_requests: int = 256
+    host_ratio: float | None = None
+    write_policy: str = "write_through"
+    load_back_threshold: int = LOAD_BACK_THRESHOLD
 
     def __post_init__(self) -> None:
+        if self.host_ratio is not None and not (1 < self.host_ratio < float("inf")):
+            raise InvalidArgument(f"host_ratio={self.host_ratio}: expected more than 1")
+        if self.host_ratio is not None and self.device_tokens is None:
+            raise InvalidArgument("host_ratio without a bound on the device: nothing would move")
+        if self.write_policy not in WRITE_POLICIES:
+            raise UnknownName("write_policy", self.write_policy, WRITE_POLICIES)
         least = {"page_size": 1, "device_tokens": self.page_size, "limit": 0}
         for name, low in {**least, "max_running_requests": 1}.items():
             value = getattr(self, name)
@@ -124,6 +138,8 @@ class ReplayResult:
         states_checked: times that every rule was checked.
         seconds: by the clock on the wall.
         kv_kept: False when no KV bytes were kept, so that no row could be checked.
+        host_hit_tokens: of ``hit_tokens``, those that were loaded from the host.
+        bytes_to_host, bytes_to_device: moved by writes and loads.
     """
 
     requests: int
@@ -138,6 +154,9 @@ class ReplayResult:
     states_checked: int
     seconds: float
     kv_kept: bool
+    host_hit_tokens: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
 
 
 def prompt_of(request: TraceRequest) -> "array[int]":
@@ -158,6 +177,32 @@ class CountingRadixCache(RadixCache):
         result = super().evict(params)
         self.evicted_tokens += result.num_tokens_evicted
         return result
+
+
+class CountingHiRadixCache(HiRadixCache):
+    """A two-tier tree that counts what it evicts, and the tokens that move between the tiers."""
+
+    evicted_tokens = 0
+    host_hit_tokens = 0
+    written_tokens = 0
+    loaded_tokens = 0
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        written = super().write_backup(node, write_back)
+        self.written_tokens += written
+        return written
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        slots, node = super().init_load_back(params)
+        self.loaded_tokens += len(slots)
+        if params.req.cached_tokens is None:
+            self.host_hit_tokens += len(slots)
+        return slots, node
 
 
 class _Counts(SchedulerObserver):
@@ -214,19 +259,29 @@ def replay(
         raise
     finally:
         gc.unfreeze()
+    tree = scheduler.tree_cache
+    moved: dict[str, int] = {}
+    if isinstance(tree, CountingHiRadixCache):
+        row = tree.token_to_kv_pool_host.get_size_per_token()
+        moved = {
+            "host_hit_tokens": tree.host_hit_tokens,
+            "bytes_to_host": tree.written_tokens * row,
+            "bytes_to_device": tree.loaded_tokens * row,
+        }
     return ReplayResult(
         requests=counts.finished,
         prompt_tokens=sum(r.input_length for r in trace),
         hit_tokens=counts.hits,
         computed_tokens=counts.computed,
         output_tokens=counts.outputs,
-        evicted_tokens=scheduler.tree_cache.evicted_tokens,
+        evicted_tokens=tree.evicted_tokens,
         steps=steps,
         retractions=scheduler.num_retracted_reqs,
         rows_checked=scheduler.model_runner.check.rows_checked,
         states_checked=state.checked,
         seconds=time.perf_counter() - began,
         kv_kept=config.device_tokens is not None,
+        **moved,
     )
 
 
@@ -259,6 +314,13 @@ def _scheduler(
             return TokenToKVPoolAllocator(size, dtype, "cpu", pool, need_sort=unlimited)
         return PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", pool, need_sort=unlimited)
 
+    def make_tree(params: CacheInitParams, server_args: ServerArgs) -> RadixCache:
+        if not server_args.enable_hierarchical_cache:
+            return CountingRadixCache(params)
+        tree = CountingHiRadixCache(params, server_args)
+        tree.load_back_threshold = config.load_back_threshold
+        return tree
+
     def on_wrong(wrong: WrongContent) -> None:
         raise Violation("C-READ", str(wrong))
 
@@ -278,10 +340,13 @@ def _scheduler(
             context_length=longest,
             radix_eviction_policy=config.policy,
             disable_overlap_schedule=config.serial,  # nothing else runs: nothing to overlap
+            enable_hierarchical_cache=config.host_ratio is not None,
+            hicache_ratio=config.host_ratio or 1,
+            hicache_write_policy=config.write_policy,
         ),
         ModelConfig(kv_lora_rank=1),  # one plane of one word a token is enough to know it by
         make_allocator=make_allocator,
-        make_tree=lambda params, server_args: CountingRadixCache(params),
+        make_tree=make_tree,
         check=RowCheck(plans[config.check], on_wrong),
         observer=observer,
         keep_kv=not unlimited,
@@ -335,6 +400,15 @@ class _StateCheck:
     def free_pages(self) -> torch.Tensor:
         return torch.cat([self.allocator.free_pages, self.allocator.release_pages])
 
+    def transfer_holders(self) -> list[TreeNode]:
+        """The nodes that copies in flight have locked."""
+        if not isinstance(self.tree, HiRadixCache):
+            return []
+        copies = list(self.tree.ongoing_load_back.values())
+        if self.tree.write_policy != "write_back":
+            copies += self.tree.ongoing_write_through.values()
+        return [nodes[-1] for nodes in copies]
+
     def state(self, running: list[Req]) -> State:
         table, page = self.scheduler.req_to_token_pool.req_to_token, self.page
         return State(
@@ -342,7 +416,7 @@ class _StateCheck:
             page_size=page,
             pages=self.allocator.num_pages,
             free=self.free_pages(),
-            holders=[r.last_node for r in running],
+            holders=[r.last_node for r in running] + self.transfer_holders(),
             requests=[
                 RequestView(
                     name=f"request {r.rid}",

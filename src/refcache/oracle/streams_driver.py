@@ -56,7 +56,7 @@ class StreamsDriver(Driver):
         chosen = EDGES[name]
         removed = self.config.without_edge == name
         machine = self.on_target(chosen.run, drawn(choices), removed)
-        for report in machine.tracker.reports:
+        for report in machine.tracker.reports if machine.tracker else ():
             missing = f"edge {name} ({chosen.sentence}): " if removed else ""
             raise Violation("X5", f"{missing}{report}")
 
