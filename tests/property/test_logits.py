@@ -65,7 +65,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """``disturb`` and run ``wait`` steps, then send a prompt.
+    """Run ``wait`` steps, disturbed (an abort first, or a retraction each), then send a prompt.
 
     The prompt is the first ``keep`` tokens that request ``after`` has by then, and ``tail``.
     """
@@ -123,12 +123,12 @@ returning = st.builds(
 @st.composite
 def turns(draw: st.DrawFn, number: int) -> Turn:
     return Turn(
-        wait=draw(st.sampled_from([0, 0, 1, 2, 8, 12])),
+        wait=draw(st.sampled_from([0, 0, 0, 2, 4, 12])),
         disturb=draw(st.sampled_from([None, None, None, "retract", "retract", "abort"])),
         after=draw(st.integers(0, number)),
-        keep=draw(st.sampled_from([0, 0, 6, 12, 20])),
+        keep=draw(st.sampled_from([0, 0, 0, 6, 20])),
         tail=draw(st.one_of(prompts, returning, returning)),
-        max_new_tokens=draw(st.integers(1, 12)),
+        max_new_tokens=draw(st.sampled_from([1, 3, 5, 8])),
         extra_key=draw(namespaces),
         priority=draw(priorities),
     )
@@ -137,7 +137,7 @@ def turns(draw: st.DrawFn, number: int) -> Turn:
 @st.composite
 def workloads(draw: st.DrawFn, hierarchical: bool) -> Workload:
     page_size = draw(st.sampled_from(PAGE_SIZES))
-    pages = draw(st.integers(20 // page_size, 32 // page_size))
+    pages = draw(st.integers(24 // page_size, 48 // page_size))
     chunk = draw(st.sampled_from([None, 1, 2, 3]))
     server_args = ServerArgs(
         page_size=page_size,
@@ -272,11 +272,11 @@ class Run(SchedulerObserver):
         scheduler = self.scheduler
         sent: list[TokenizedGenerateReqInput] = []
         for number, turn in enumerate(self.workload.turns):
-            if turn.disturb == "retract":
-                scheduler.force_retraction()
-            elif turn.disturb == "abort" and sent:
+            if turn.disturb == "abort" and sent:
                 scheduler.submit(AbortReq(sent[turn.after % len(sent)].rid))
             for _ in range(turn.wait):
+                if turn.disturb == "retract":
+                    scheduler.force_retraction()
                 scheduler.step()
             said: list[int] = []
             if sent and turn.keep:
