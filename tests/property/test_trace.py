@@ -124,19 +124,23 @@ Alteration = Callable[[Judge, f.Line], bool]
 
 def hand_out_twice(judge: Judge, line: f.Line) -> bool:
     call = line.call
-    if not isinstance(call, f.AllocExtend) or not call.slots or call.prefix_lens != [0]:
+    if not isinstance(call, f.AllocExtend | f.Alloc) or not call.slots or not judge.device.owner:
+        return False
+    if getattr(call, "prefix_lens", [0]) != [0]:
         return False
     owned = next(iter(judge.device.owner))
-    call.slots[:PAGE] = [owned * PAGE + i for i in range(min(PAGE, len(call.slots)))]
+    call.slots[: judge.page_size] = [
+        owned * judge.page_size + i for i in range(min(judge.page_size, len(call.slots)))
+    ]
     return True
 
 
 def longer_match(judge: Judge, line: f.Line) -> bool:
     call = line.call
-    if not isinstance(call, f.MatchPrefix) or len(call.tokens) < len(call.slots) + PAGE:
+    if not isinstance(call, f.MatchPrefix) or len(call.tokens) < len(call.slots) + judge.page_size:
         return False
     page = max(judge.device.owner, default=1)
-    call.slots += [page * PAGE + i for i in range(PAGE)]
+    call.slots += [page * judge.page_size + i for i in range(judge.page_size)]
     return True
 
 
@@ -150,9 +154,9 @@ def other_namespace(judge: Judge, line: f.Line) -> bool:
 
 def longer_prefix_len(judge: Judge, line: f.Line) -> bool:
     call = line.call
-    if not isinstance(call, f.Insert) or call.prefix_len + PAGE > len(call.slots):
+    if not isinstance(call, f.Insert) or call.prefix_len + judge.page_size > len(call.slots):
         return False
-    call.prefix_len += PAGE
+    call.prefix_len += judge.page_size
     return True
 
 
@@ -162,10 +166,10 @@ def freed_slot_matches(judge: Judge, line: f.Line) -> bool:
     if not isinstance(call, f.MatchPrefix):
         return False
     assert isinstance(judge, Watching)
-    page = judge.gone.get((call.extra_key, tuple(call.tokens[: len(call.slots) + PAGE])))
+    page = judge.gone.get((call.extra_key, tuple(call.tokens[: len(call.slots) + judge.page_size])))
     if page is None or page in judge.device.owner:
         return False
-    call.slots += [page * PAGE + i for i in range(PAGE)]
+    call.slots += [page * judge.page_size + i for i in range(judge.page_size)]
     return True
 
 
@@ -227,6 +231,42 @@ def test_a_failing_trace_shrinks_to_ten_records(trace: Trace, alter: Alteration)
             assert judge_lines(header, rest).evidence != found.evidence or (
                 judge_lines(header, rest).argument != found.argument
             )
+
+
+def sglang(path: Path) -> None:
+    """A published release, where ``make peers`` has unpacked it. Page size 1: with larger pages
+    0.5.10's kernel reads past its free list, and may take the interpreter with it."""
+    peers = pytest.importorskip("refcache.oracle.peers")
+    if "0.5.10" not in peers.unpacked():
+        pytest.skip("sglang 0.5.10 is not unpacked: make peers")
+    driver = TreeDriver(peers.peer_target("sglang:0.5.10"), page_size=1, size=24)
+    serve(driver, path, 2, 200)
+
+
+def two_tiers(path: Path) -> None:
+    driver = HiCacheDriver(
+        resolve("refcache"), page_size=2, size=24, host_size=32, enable_kv_cache_events=True
+    )
+    serve(driver, path, 3, 250)
+
+
+@pytest.mark.parametrize("source", [two_tiers, sglang], ids=lambda s: s.__name__)
+def test_other_caches(source: Callable[[Path], None], tmp_path: Path) -> None:
+    """A trace of an unmodified cache is ok; altered, it fails at that record, and shrinks."""
+    source(tmp_path / "t.jsonl")
+    header, lines, damage = f.read_trace(tmp_path / "t.jsonl")
+    assert str(judge_lines(header, lines)).startswith("ok: ")
+    assert damage is None
+    for alter in ILLEGAL:
+        copies = list(altered((header, lines), alter))[:3]
+        assert copies or alter is absent_block_removed  # the release's events break rules already
+        for n, changed in copies:
+            found = judge_lines(header, changed)
+            assert (found.verdict, found.n) == ("violation", n), found
+            if any(isinstance(part, f.HostFree) for part in lines[n - 1].inner):
+                continue  # rests on who owned each host page that it freed: not always ten records
+            small = shrink_lines(header, changed)[1]
+            assert len(small) <= 10, [msgspec.json.encode(line) for line in small]
 
 
 def test_the_verdict_is_an_argument_over_records(trace: Trace) -> None:

@@ -19,10 +19,11 @@ import platform
 import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -62,6 +63,7 @@ class Recorder:
         self._thread = threading.local()
         self._nodes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._values: dict[Any, int] = {}
+        self._numbers = count()
         self._states: dict[int, tuple[int, Any]] = {}
         self._seen_acks: dict[str, list[Any]] = {"write": [], "load": []}
         self._undo: list[Callable[[], None]] = []
@@ -167,10 +169,14 @@ class Recorder:
     def node(self, handle: Any) -> int:
         """A small number for a node handle; the same handle, the same number."""
         try:
-            known = self._nodes
-            return known.setdefault(handle, len(known) + len(self._values))
+            ref(handle)
+            known: Any = self._nodes
         except TypeError:  # a value, such as a tuple: equal handles are one
-            return self._values.setdefault(handle, len(self._nodes) + len(self._values))
+            known = self._values
+        if handle not in known:
+            known[handle] = next(self._numbers)
+        number: int = known[handle]
+        return number
 
     def state(self, value: Any) -> int:
         """A number for what ``backup_state`` returned; kept for the last few only."""
