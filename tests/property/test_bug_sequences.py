@@ -3,8 +3,8 @@
 Every sequence was run on an engine's release and failed there. Here it must pass on the reference,
 with copies delayed as long as possible and without delay; the planted bug that models it must fail.
 
-Notation: ``A`` admit (match, lock, load back, compute, cache; ``/c`` in chunks of c), ``D x`` decode
-one token, ``F`` finish with insert, ``X`` abort without, ``E n`` evict n tokens, ``T`` all
+Notation: ``A`` admit (match, lock, load back, compute, cache; ``/c`` in chunks of c), ``D x``
+decode one token, ``F`` finish with insert, ``X`` abort without, ``E n`` evict n tokens, ``T`` all
 copies finish and are acknowledged, ``M`` match, ``R`` reset.
 """
 

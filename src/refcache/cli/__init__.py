@@ -1,1 +1,6 @@
-"""The command line: ``refcache check``, ``replay``, ``workload``, ``planted``."""
+"""The command line: ``refcache check``, ``replay``, ``judge``, ``shrink``, ``campaign`` and more."""
+
+import warnings
+
+# torch says so on import where NumPy is not installed; nothing here needs it.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
