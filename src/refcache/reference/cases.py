@@ -263,7 +263,7 @@ def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> A
     decode = rng.random() < 0.4
     seq = [p + (1 if decode else rng.choice((0, *near, rng.randint(0, tokens)))) for p in prefix]
     needed = sum(-(-s // page) + -p // page for s, p in zip(seq, prefix, strict=True))
-    pages = rng.sample(range(1, 1000), count + needed + 3)
+    pages = rng.sample(range(1, 1000 + count + needed), count + needed + 3)
     last = [q * page + (p - 1) % page if p else -1 for q, p in zip(pages, prefix, strict=False)]
     free = pages[count:][: rng.choice((needed, needed + 3, rng.randint(0, needed)))]
     dtype = rng.choice((torch.int32, torch.int64))
