@@ -197,11 +197,17 @@ class RowCheck:
             words: of each plane int64 ``[slots of the pool, width]``.
             codes: of each plane int64 ``[width]``, what (layer, plane, column) adds to a tag.
         """
-        tags = ledger.tags[cells.rows, cells.columns][:, None]
+        tags = ledger.tags[cells.rows, cells.columns]
         for plane, (held, code) in enumerate(zip(words, codes, strict=True)):
-            found = held.index_select(0, slots).sub_(code)
-            self.rows_checked += found.shape[0]
-            if not torch.equal(found, tags.expand_as(found)):
+            self.rows_checked += slots.shape[0]
+            if held.shape[1] == 1:  # in one dimension a gather is three times as fast
+                found = held[:, 0].index_select(0, slots).sub_(code)
+                right = torch.equal(found, tags)
+            else:
+                found = held.index_select(0, slots).sub_(code)
+                right = torch.equal(found, tags[:, None].expand_as(found))
+            if not right:
+                found = found.view(len(slots), -1)
                 self._report(ledger, batch, cells, slots, found, tags, code, layer, plane)
 
     def _report(
@@ -217,7 +223,7 @@ class RowCheck:
         plane: int,
     ) -> None:
         """Say what the first word is that differs."""
-        at, column = (found != tags).nonzero()[0].tolist()
+        at, column = (found != tags[:, None]).nonzero()[0].tolist()
         row, position = self._cell(cells, at)
         known = {
             int(tag): f"token {j} of request {rid}"
@@ -236,7 +242,7 @@ class RowCheck:
                 plane=plane,
                 column=column,
                 found=value,
-                expected=int(tags[at, 0] + code[column]),
+                expected=int(tags[at] + code[column]),
                 explanation=explanation,
             )
         )
