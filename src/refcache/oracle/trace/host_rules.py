@@ -118,7 +118,7 @@ class HostRules(Rules):
     def _evict_host(self, call: f.EvictHost) -> None:
         freed = len(self.host.freed) * self.page_size
         self._require(
-            call.num_tokens_evicted == freed,
+            call.num_tokens_evicted == freed or not self.totals,
             "E1",
             f"evict_host returned {call.num_tokens_evicted}, it freed {freed} host slots",
         )

@@ -105,6 +105,7 @@ class Judge(PoolRules, TreeRules, HostRules):
         self.device.freed, self.host.freed = [], []
         self.device.dropped, self.host.dropped = [], []
         self.loaded = []
+        self.totals = not self.header.excerpt or line.after is not None
         self.written = {}
         before = self._counts()
         if call.error is not None and self._may_refuse(call):

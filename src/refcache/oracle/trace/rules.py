@@ -45,6 +45,7 @@ class Rules:
         copies: those that are not acknowledged, by kind and number.
         written, loaded: host pages and device slots of the copies of the record in progress.
         last: the sizes after the last record that had them.
+        totals: the record in progress is whole; in an excerpt only the failing one has to be.
     """
 
     def __init__(self, header: f.Header) -> None:
@@ -59,6 +60,7 @@ class Rules:
         self.events = Residency()
         self.written: dict[int, int] = {}
         self.loaded: list[int] = []
+        self.totals = True
         self.records = 0
         self.n = 0
         self.last = f.Sizes(

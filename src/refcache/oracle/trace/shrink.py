@@ -8,7 +8,7 @@ same argument, so nothing that the verdict rests on can go, and nothing is made 
 was left out.
 
 The result is an *excerpt*: numbers are those of the whole trace, only the failing record carries
-sizes, and totals over the whole trace are no longer judged.
+sizes, evictions may have lost frees that do not matter, and totals are no longer judged.
 """
 
 import re
@@ -176,15 +176,39 @@ def _drop(header: Header, lines: list[Line], found: TraceVerdict, size: int) -> 
 
 
 def _drop_with_dependents(header: Header, lines: list[Line], found: TraceVerdict) -> list[Line]:
-    """Leave out each record with whatever its absence makes impossible, one after the other."""
-    for first in reversed(lines[:-1]):
-        candidate = [line for line in lines if line is not first]
+    """Leave out each record with whatever its absence makes impossible, one after the other.
+
+    What is impossible then goes too; or, if the verdict rests on it, whoever is in its way.
+    """
+    stays = {found.n} | numbers(found.argument)
+    for first in reversed(lines):
+        candidate = [line for line in lines if line.n != first.n or line.n in stays]
         while len(candidate) < len(lines):
             seen = judge_lines(header, candidate)
             if _same(seen, found):
                 lines = candidate
                 break
-            if seen.verdict == "ok" or candidate[seen.records - 1].n == found.n:
+            fewer = [] if seen.verdict == "ok" else _without_cause(header, candidate, seen, stays)
+            if fewer == candidate or not fewer:
                 break
-            del candidate[seen.records - 1]
+            candidate = fewer
     return lines
+
+
+def _without_cause(
+    header: Header, lines: list[Line], seen: TraceVerdict, stays: Numbers
+) -> list[Line]:
+    """Leave out what makes a part impossible: a free of an eviction, a record, or its causes."""
+    index = seen.records - 1
+    at = lines[index]
+    pages = {int(page) for page in re.findall(r"^page (\d+)", seen.evidence)}
+    kept = [
+        part
+        for part in at.inner
+        if not isinstance(part, f.Free)
+        or not pages & {slot // header.page_size for slot in part.slots}
+    ]
+    if at.after is None and isinstance(at.call, f.Evict) and 0 < len(kept) < len(at.inner):
+        return [*lines[:index], replace(at, inner=kept), *lines[index + 1 :]]
+    gone = {at.n} if at.n not in stays else numbers(seen.argument) - stays
+    return [line for line in lines if line.n not in gone]

@@ -85,7 +85,7 @@ class TreeRules(Rules):
     def _evict(self, call: f.Evict) -> None:
         freed = len(self.device.freed) * self.page_size
         self._require(
-            call.num_tokens_evicted == freed,
+            call.num_tokens_evicted == freed or not self.totals,
             "E1",
             f"evict returned {call.num_tokens_evicted}, it freed {freed} tokens",
         )
