@@ -1,0 +1,43 @@
+"""Tests that need a CUDA card. Run them alone (``pytest tests/gpu``): the rest interprets."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = ""
+    if not torch.cuda.is_available():
+        reason = "no CUDA device"
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "Triton is interpreted in this process: run `pytest tests/gpu` alone"
+    for item in items:
+        if "tests/gpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Makes registered (not allocated-as-pinned) host memory; undone after the test."""
+    cudart: Any = torch.cuda.cudart()
+    kept: list[torch.Tensor] = []
+
+    def make(content: torch.Tensor) -> torch.Tensor:
+        raw = torch.empty(content.numel() + 8192, dtype=torch.uint8)
+        start = -raw.data_ptr() % 4096
+        aligned = raw[start : start + content.numel()]
+        aligned.copy_(content)
+        size = -(-content.numel() // 4096) * 4096
+        assert int(cudart.cudaHostRegister(aligned.data_ptr(), size, 0)) == 0
+        kept.append(aligned)
+        return aligned
+
+    yield make
+    torch.cuda.synchronize()
+    for tensor in kept:
+        assert int(cudart.cudaHostUnregister(tensor.data_ptr())) == 0
