@@ -36,11 +36,11 @@ _C4 = -2960836687113929651  # 0xD6E8FEB862A13C4D, odd and unrelated to _C1
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finalizer on int64 (in place on ``x``): every input bit reaches every output."""
-    x ^= (x >> 30) & ((1 << 34) - 1)
+    x ^= (x >> 30).bitwise_and_((1 << 34) - 1)
     x *= _C2
-    x ^= (x >> 27) & ((1 << 37) - 1)
+    x ^= (x >> 27).bitwise_and_((1 << 37) - 1)
     x *= _C3
-    x ^= (x >> 31) & ((1 << 33) - 1)
+    x ^= (x >> 31).bitwise_and_((1 << 33) - 1)
     return x
 
 
@@ -71,7 +71,10 @@ def token_terms(
     ids = as_tensor(tokens)
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + len(ids))
-    return _mix((ids + 1) * _C1 + (positions + 1) * _C4 + namespace)
+    mixed = (ids + 1).mul_(_C1)
+    mixed += (positions + 1).mul_(_C4)
+    mixed += namespace
+    return _mix(mixed)
 
 
 def prefix_tags(

@@ -75,15 +75,16 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 (the last is checked on CPU tensors only: reading a device tensor would wait).
         """
         self._check_batch(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc)
-        if bool((seq_lens_cpu < prefix_lens_cpu).any()) or bool((prefix_lens_cpu < 0).any()):
+        before, after = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
+        if any(not 0 <= b <= a for b, a in zip(before, after, strict=True)):
             raise InvalidArgument(
-                f"alloc_extend from {prefix_lens_cpu.tolist()} to {seq_lens_cpu.tolist()} tokens: "
-                "expected lengths of 0 or more that do not shrink"
+                f"alloc_extend from {before} to {after} tokens: expected lengths of 0 or more that "
+                "do not shrink"
             )
-        growth = int((seq_lens_cpu - prefix_lens_cpu).sum())
+        growth = sum(after) - sum(before)
         if growth != extend_num_tokens:
             raise InvalidArgument(f"{extend_num_tokens=}: the lengths grow by {growth} in all")
-        self._check_last_loc(last_loc, prefix_lens)
+        self._check_last_loc(last_loc, before)
         return self._grow(
             new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size),
             lambda free: self.ops.alloc_extend(
@@ -96,10 +97,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """One slot a request, for its token ``seq_lens[i] - 1``. Contract as ``alloc_extend``."""
         self._check_batch(seq_lens, seq_lens_cpu, last_loc)
-        if bool((seq_lens_cpu < 1).any()):
+        before = [length - 1 for length in seq_lens_cpu.tolist()]
+        if any(length < 0 for length in before):
             raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
-        self._check_last_loc(last_loc, seq_lens - 1)
-        opens = int(((seq_lens_cpu - 1) % self.page_size == 0).sum())
+        self._check_last_loc(last_loc, before)
+        opens = sum(length % self.page_size == 0 for length in before)
         return self._grow(
             opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
         )
@@ -123,20 +125,16 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                     f"int64 [{shape[0] if shape else 'batch'}]"
                 )
 
-    def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+    def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: list[int]) -> None:
         if last_loc.device.type != "cpu":
             return
-        fits = (prefix_lens == 0) | (
-            (last_loc >= self.page_size)
-            & (last_loc < self.size + self.page_size)
-            & ((last_loc + 1) % self.page_size == prefix_lens % self.page_size)
-        )
-        if not fits.all():
-            i = int((~fits).nonzero()[0])
-            raise InvalidArgument(
-                f"last_loc[{i}]={int(last_loc[i])} for a prefix of {int(prefix_lens[i])} tokens at "
-                f"page_size={self.page_size}: not the slot of the prefix's last token"
-            )
+        page_size, end = self.page_size, self.size + self.page_size
+        for i, (last, prefix) in enumerate(zip(last_loc.tolist(), prefix_lens, strict=True)):
+            if prefix and not (page_size <= last < end and (last + 1 - prefix) % page_size == 0):
+                raise InvalidArgument(
+                    f"last_loc[{i}]={last} for a prefix of {prefix} tokens at {page_size=}: not "
+                    "the slot of the prefix's last token"
+                )
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         pages = torch.div(slots.to(torch.int64), self.page_size, rounding_mode="floor")

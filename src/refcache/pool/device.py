@@ -155,14 +155,10 @@ class KVCache:
                     f"{(len(loc), plane.head_num, plane.head_dim)}"
                 )
         slots = self.size + self.page_size
-        if (
-            loc.device.type == "cpu"
-            and len(loc)
-            and not 0 <= int(loc.min()) <= int(loc.max()) < slots
-        ):
-            raise InvalidSlot(
-                f"slots {int(loc.min())} to {int(loc.max())}: expected 0 to {slots - 1}"
-            )
+        if loc.device.type == "cpu" and len(loc):
+            low, high = (int(bound) for bound in loc.aminmax())
+            if not 0 <= low <= high < slots:
+                raise InvalidSlot(f"slots {low} to {high}: expected 0 to {slots - 1}")
         targets = [self._view(plane, layer_id) for plane in range(len(self.planes))]
 
         def run() -> None:

@@ -114,5 +114,5 @@ def alloc_decode(
     opens = (seq_lens - 1) % page_size == 0
     pages = _fresh_pages(free_pages, int(opens.sum()))
     out = last_loc.to(torch.int64) + 1
-    out[opens] = torch.where(pages < 0, -1, pages * page_size)
+    out[opens] = (pages * page_size).clamp_(min=-1)
     return out
