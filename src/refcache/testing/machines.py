@@ -290,6 +290,11 @@ class LoopMachine(DriverMachine):
     def submit(self, tokens: Any, max_new_tokens: int, extra_key: Any, priority: int) -> None:
         self.d.submit(tokens, max_new_tokens, extra_key, priority)
 
+    @rule(batch=st.lists(prompts, min_size=2, max_size=3), max_new_tokens=st.integers(1, 6))
+    def submit_together(self, batch: Any, max_new_tokens: int) -> None:
+        for tokens in batch:
+            self.d.submit(tokens, max_new_tokens)
+
     @rule(steps=st.integers(1, 4))
     def run(self, steps: int) -> None:
         self.d.run(steps)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from refcache.oracle.planted.bug import PlantedBug
+from refcache.types import EvictParams
 
 ENGINE = "refcache.engine"
 Function = Callable[..., Any]
@@ -67,11 +68,13 @@ def _prefix_not_written(original: Function) -> Function:
     return write_cache_indices
 
 
-def _decode_room_short(original: Function) -> Function:
-    def new_tokens_required_next_decode(self: Any, selected_indices: Any = None) -> int:
-        return int(min(original(self, selected_indices), self.tree_cache.page_size))
+def _room_short(original: Function) -> Function:
+    def evict_from_tree_cache(tree_cache: Any, num_tokens: int) -> None:
+        missing = num_tokens - tree_cache.token_to_kv_pool_allocator.available_size()
+        if missing > 1:
+            tree_cache.evict(EvictParams(missing - 1))
 
-    return new_tokens_required_next_decode
+    return evict_from_tree_cache
 
 
 def _rows_swapped(original: Function) -> Function:
@@ -84,13 +87,12 @@ def _rows_swapped(original: Function) -> Function:
     return merge_batch
 
 
-def _chunk_lock_lost(original: Function) -> Function:
-    def _retract_chunked_req(self: Any, req: Any) -> None:
-        if req.last_node is not self.tree_cache.root_node:
-            self.tree_cache.inc_lock_ref(req.last_node)
-        original(self, req)
+def _retracted_keeps_lock(original: Function) -> Function:
+    def release_req(self: Any, req: Any, remaining_req_count: int) -> None:
+        self.tree_cache.inc_lock_ref(req.last_node)
+        original(self, req, remaining_req_count)
 
-    return _retract_chunked_req
+    return release_req
 
 
 BUGS = (
@@ -135,11 +137,11 @@ BUGS = (
         "loop.state",
     ),
     PlantedBug(
-        "decode-room-for-one",
+        "room-short-by-one",
         "sglang#13826, #14645 (B20)",
-        "room for a decode step is made for one page, however many requests open one",
-        f"{ENGINE}.schedule_batch:ScheduleBatch.new_tokens_required_next_decode",
-        _decode_room_short,
+        "room is made for one token less than is allocated next",
+        f"{ENGINE}.alloc:evict_from_tree_cache",
+        _room_short,
         "loop.state",
     ),
     PlantedBug(
@@ -151,11 +153,11 @@ BUGS = (
         "loop.state",
     ),
     PlantedBug(
-        "retracted-chunk-keeps-lock",
+        "retracted-keeps-lock",
         "slip",
-        "a cut prompt that is retracted keeps its lock",
-        f"{ENGINE}.scheduler:Scheduler._retract_chunked_req",
-        _chunk_lock_lost,
+        "a request that is retracted while it decodes keeps its lock",
+        f"{ENGINE}.schedule_batch:ScheduleBatch.release_req",
+        _retracted_keeps_lock,
         "loop.state",
     ),
 )
