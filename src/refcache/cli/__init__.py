@@ -1,4 +1,4 @@
-"""The command line: ``refcache check``, ``replay``, ``judge``, ``shrink``, ``campaign`` and more."""
+"""The command line: ``refcache check``, ``replay``, ``judge``, ``campaign`` and the others."""
 
 import warnings
 
