@@ -240,9 +240,9 @@ def test_each_layer_is_signalled_once_and_in_order():
 
 def test_without_a_load_getters_do_not_wait():
     r = rig()
-    _, host_slots = backed_up(r, 7)
-    r.controller.load(host_slots)
-    r.controller.start_loading()
+    for value in range(3):  # every slot has a load that is not done
+        r.controller.load(backed_up(r, value)[1])
+        r.controller.start_loading()
     r.controller.layer_done_counter.set_consumer(-1)
     with r.machine.stream(r.machine.Stream()):
         assert r.pool.get_key_buffer(0) is not None
@@ -327,6 +327,7 @@ def test_decode_after_a_load_waits_for_all_of_it():
     r = rig()
     _, host_slots = backed_up(r, 7)
     new = r.controller.load(host_slots)
+    forward(r, new, 9)  # so that reading too early is seen
     r.controller.start_loading()
     r.controller.layer_done_counter.set_consumer(-1)
     r.controller.layer_done_counter.wait_all()

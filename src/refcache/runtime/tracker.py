@@ -128,34 +128,42 @@ class Touch(NamedTuple):
     """A region of one launch, ready to be checked."""
 
     cells: Cells
-    slots: Iterable[int] | Callable[[], Slots]
+    slots: Iterable[int] | Callable[[], Slots | list[int]]
     write: bool
 
 
 class Held:
-    """A weak reference to the storage of an index tensor, and a copy of its values at the issue."""
+    """A weak reference to the storage of an index tensor, and a copy of its values at the issue.
 
-    __slots__ = ("copy", "place", "storage")
+    The reference is followed once, when the launch runs.
+    """
+
+    __slots__ = ("_slots", "_tensor", "copy", "place", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.storage = weakref.ref(tensor.untyped_storage())
         self.copy = tensor.clone()
         self.place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._tensor: torch.Tensor | None = None
+        self._slots: list[int] | None = None
 
     def get(self) -> torch.Tensor | None:
-        """The tensor as it is now; None when its storage is gone."""
-        storage = self.storage()
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=self.copy.dtype).set_(storage, *self.place)
+        """The tensor; None when its storage is gone."""
+        if self._tensor is None:
+            storage = self.storage()
+            if storage is not None:
+                self._tensor = torch.empty(0, dtype=self.copy.dtype).set_(storage, *self.place)
+        return self._tensor
 
-    def read(self) -> torch.Tensor:
-        """The tensor as it is now; the copy when its storage is gone."""
-        tensor = self.get()
-        return self.copy if tensor is None else tensor
+    def slots(self) -> list[int]:
+        """Its values; those at the issue when its storage is gone."""
+        if self._slots is None:
+            tensor = self.get()
+            self._slots = (self.copy if tensor is None else tensor).tolist()
+        return self._slots
 
 
-def _values(slots: Slots) -> Iterable[int]:
+def _values(slots: Slots | list[int]) -> Iterable[int]:
     if isinstance(slots, torch.Tensor):
         values: list[int] = slots.flatten().tolist()
         return values
@@ -197,11 +205,11 @@ class Tracker:
         late: list[Touch] = []
         for write, regions in ((False, reads), (True, writes)):
             for pool, plane, layers, slots in regions:
-                values: Iterable[int] | Callable[[], Slots]
+                values: Iterable[int] | Callable[[], Slots | list[int]]
                 if callable(slots):
                     values, into = slots, late
                 elif id(slots) in indices:
-                    values, into = indices[id(slots)].read, late
+                    values, into = indices[id(slots)].slots, late
                 else:
                     if id(slots) not in known:
                         known[id(slots)] = (slots, _values(slots))
