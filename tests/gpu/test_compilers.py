@@ -209,7 +209,6 @@ if __name__ == "__main__":
 
     from refcache_ops.copy import kernel
 
-
     launches = 0
     run, clone = kernel.run, torch.clone
 
