@@ -48,6 +48,6 @@ SUITES: dict[str, Suite] = {
         Suite("tree.misuse", TreeMisuseMachine, TreeMisuseDriver.needs, 0.5),
         Suite("loop.state", LoopMachine, LoopDriver.needs, 0.4),
         Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
-        Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.1),
+        Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.03),
     )
 }
