@@ -1,12 +1,23 @@
-"""Triton's interpreter for the kernels: it must be chosen before Triton is first imported."""
+"""Hypothesis profiles, and Triton's interpreter for the kernels.
+
+The interpreter must be chosen before Triton is first imported. ``HYPOTHESIS_PROFILE`` picks the
+profile; each draws the same cases every time. Hypothesis loads a profile "ci" of its own where
+``CI`` is set, so ours is loaded by name.
+"""
 
 import os
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("dev", max_examples=25, deadline=None, derandomize=True, database=None)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=60)
+settings.register_profile("nightly", settings.get_profile("dev"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
 
 
 @pytest.fixture(scope="session")

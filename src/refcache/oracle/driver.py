@@ -40,7 +40,7 @@ class Driver:
             for f in fields(self.Config)
             if getattr(self.config, f.name) != f.default
         )
-        self.log = [f"d = {type(self).__name__}(resolve({target.name!r}){given})"]
+        self.log = [f"d = {type(self).__name__}(resolve({target.named()!r}){given})"]
         self.call_log: list[Call] = []
         self.found: Violation | None = None
         self._noted: Violation | None = None

@@ -77,6 +77,8 @@ class Target:
 
     name = "target"
     capabilities: frozenset[str] = frozenset()
+    spec = ""
+    """How :func:`resolve` found it: what a printed program calls it."""
     errors: type[Exception] | tuple[type[Exception], ...] = Exception
     """What a refusal of misuse may raise."""
 
@@ -124,6 +126,10 @@ class Target:
         """The host tier of ``tree`` (capability ``hicache``)."""
         raise NotImplementedError
 
+    def named(self) -> str:
+        """What to give :func:`resolve` for a target like this one."""
+        return self.spec or f"{type(self).__module__}:{type(self).__qualname__}"
+
     def lacks(self, needs: frozenset[str]) -> list[str]:
         """The capabilities among ``needs`` that this target does not declare."""
         return sorted(needs - self.capabilities)
@@ -162,4 +168,5 @@ def resolve(spec: str) -> Target:
             f"target {spec!r}: unknown capabilities {sorted(unknown)}, expected some of "
             f"{sorted(CAPABILITIES)}"
         )
+    target.spec = spec
     return target

@@ -1,0 +1,85 @@
+"""The suites as test classes: subclass one, say what is on trial, and pytest runs it.
+
+    from refcache.testing.suites import TreeSuite
+
+    class TestMyTree(TreeSuite):
+        def target(self):
+            return MyTarget()
+
+A class is a part, each of its tests a kind. What the target lacks is skipped with the reason. The
+base class takes the target from ``REFCACHE_TARGET``, so ``pytest --pyargs refcache.testing`` judges
+a target without any file of its own. ``REFCACHE_EXAMPLES`` and ``REFCACHE_SEED`` set the size and
+the seed of every suite. Needs pytest.
+"""
+
+import os
+
+import pytest
+
+from refcache.oracle import Target, resolve
+from refcache.testing.run import MAX_EXAMPLES, run_suite
+
+
+class PartSuite:
+    """Base: where the target comes from, and how a verdict becomes a test result.
+
+    Attributes:
+        max_examples, seed: as in :func:`refcache.testing.run_suite`; a subclass may set them.
+    """
+
+    max_examples = int(os.environ.get("REFCACHE_EXAMPLES", MAX_EXAMPLES))
+    seed = int(os.environ.get("REFCACHE_SEED", 0))
+
+    def target(self) -> Target:
+        """What is on trial; override it."""
+        spec = os.environ.get("REFCACHE_TARGET")
+        if spec is None:
+            pytest.skip("no target: set REFCACHE_TARGET=pkg.module:factory, or override target()")
+        return resolve(spec)
+
+    def judge(self, suite: str) -> None:
+        """Run a suite; a violation fails with its minimal program, not with a traceback."""
+        result = run_suite(suite, self.target(), max_examples=self.max_examples, seed=self.seed)
+        if result.verdict == "skipped":
+            pytest.skip(result.reason)
+        if result.failure is not None:
+            pytest.fail(result.failure.text, pytrace=False)
+        if result.verdict != "ok":
+            pytest.fail(f"{suite}: {result.verdict}\n{result.reason}", pytrace=False)
+
+
+class AllocatorSuite(PartSuite):
+    """Suites of the part ``allocator``."""
+
+    def test_state(self) -> None:
+        self.judge("allocator.state")
+
+    def test_misuse(self) -> None:
+        self.judge("allocator.misuse")
+
+
+class TreeSuite(PartSuite):
+    """Suites of the part ``tree``."""
+
+    def test_state(self) -> None:
+        self.judge("tree.state")
+
+    def test_misuse(self) -> None:
+        self.judge("tree.misuse")
+
+
+class LoopSuite(PartSuite):
+    """Suites of the part ``loop``."""
+
+    def test_state(self) -> None:
+        self.judge("loop.state")
+
+
+class HiCacheSuite(PartSuite):
+    """Suites of the part ``hicache``."""
+
+    def test_state(self) -> None:
+        self.judge("hicache.state")
+
+    def test_streams(self) -> None:
+        self.judge("hicache.streams")

@@ -1,0 +1,19 @@
+"""What ``pytest --pyargs refcache.testing`` collects: every suite on ``REFCACHE_TARGET``."""
+
+from refcache.testing.suites import AllocatorSuite, HiCacheSuite, LoopSuite, TreeSuite
+
+
+class TestAllocator(AllocatorSuite):
+    """Part ``allocator``."""
+
+
+class TestTree(TreeSuite):
+    """Part ``tree``."""
+
+
+class TestLoop(LoopSuite):
+    """Part ``loop``."""
+
+
+class TestHiCache(HiCacheSuite):
+    """Part ``hicache``."""

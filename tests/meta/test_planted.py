@@ -1,0 +1,71 @@
+"""Every planted bug is caught by a named rule, with the smoke test still passing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refcache.errors import InvalidArgument, UnknownName
+from refcache.oracle import Violation, resolve
+from refcache.oracle.planted import PlantedBug, all_bugs, find, smoke
+from refcache.testing import hunt
+
+ONE_TIER = [bug for bug in all_bugs() if bug.suite.split(".")[0] in ("allocator", "tree", "loop")]
+
+
+@pytest.mark.parametrize("bug", ONE_TIER, ids=lambda bug: bug.name)
+def test_caught(bug: PlantedBug) -> None:
+    caught = hunt(bug)
+    assert caught.smoke, "the smoke test sees it"
+    assert caught.used, "the patched code was not executed"
+    assert caught.by not in ("", "crash"), caught.failure and caught.failure.text
+
+
+def test_there_are_at_least_fifteen_and_most_model_a_report() -> None:
+    reported = [bug for bug in ONE_TIER if bug.report != "slip"]
+    assert len(ONE_TIER) >= 15
+    assert len(reported) > len(ONE_TIER) / 2
+
+
+def test_names_and_patches_are_distinct() -> None:
+    names = [bug.name for bug in all_bugs()]
+    patches = [(bug.where, bug.replacement) for bug in all_bugs()]
+    assert len(set(names)) == len(names)
+    assert len(set(patches)) == len(patches)
+
+
+@pytest.mark.parametrize("bug", all_bugs(), ids=lambda bug: bug.name)
+def test_a_patch_is_taken_back(bug: PlantedBug) -> None:
+    owner, attribute = bug.owner()
+    before = vars(owner)[attribute]
+    with bug.active():
+        assert vars(owner)[attribute] is not before
+    assert vars(owner)[attribute] is before
+
+
+def test_smoke_passes_without_a_bug() -> None:
+    smoke(resolve("refcache"))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnknownName, match="planted bug 'nonsense'"):
+        find("nonsense")
+    bug = PlantedBug("gone", "slip", "", "refcache.keys:RadixKey.gone", lambda f: f, "tree.state")
+    with pytest.raises(InvalidArgument, match="gone"), bug.active():
+        pass
+
+
+@pytest.mark.parametrize(
+    "name", ["free-group-keeps-last", "lock-skips-node", "chunk-computed-again"]
+)
+def test_the_printed_program_runs_and_shows_the_same_rule(name: str, tmp_path: Path) -> None:
+    failure = hunt(find(name), shrink=True).failure
+    assert failure is not None
+    assert len(failure.steps) <= 12
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(failure.steps))
+    env = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
+    assert ran.returncode == 1
+    assert f"{Violation.__name__}: {failure.rule}: " in ran.stderr

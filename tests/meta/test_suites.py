@@ -1,0 +1,143 @@
+"""What the suites say about targets that lack something, crash, or break the harness."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from refcache.errors import InvalidArgument, UnknownName
+from refcache.oracle import Target, resolve
+from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+from refcache.testing import list_suites, run_suite
+
+
+class OnlyAllocator(Target):
+    """A target of somebody who has an allocator and nothing else."""
+
+    name = "only an allocator"
+    capabilities = frozenset({"allocator"})
+
+    def allocator(self, config: Any) -> NaiveAllocator:
+        return NaiveAllocator(config.size, config.page_size)
+
+
+class Crashes(OnlyAllocator):
+    def allocator(self, config: Any) -> NaiveAllocator:
+        made = super().allocator(config)
+        made.merge_and_sort_free = lambda: 1 / 0  # type: ignore[assignment, method-assign]
+        return made
+
+
+class Lenient(OnlyAllocator):
+    """Declares that it refuses misuse, and frees a free page without a word."""
+
+    capabilities = frozenset({"allocator", "refuses_misuse"})
+
+    def allocator(self, config: Any) -> NaiveAllocator:
+        made = super().allocator(config)
+        free = made.free
+
+        def lenient(free_index: Any) -> None:
+            try:
+                free(free_index)
+            except ValueError:
+                made._free |= {
+                    slot // made.page_size
+                    for slot in free_index.tolist()
+                    if 0 < slot // made.page_size <= config.pages
+                }
+
+        made.free = lenient  # type: ignore[method-assign]
+        return made
+
+
+def not_a_target() -> int:
+    return 3
+
+
+def test_what_a_target_lacks_is_skipped_with_the_reason() -> None:
+    for suite in list_suites():
+        result = run_suite(suite, OnlyAllocator(), max_examples=3)
+        if suite == "allocator.state":
+            assert (result.verdict, result.cases > 0) == ("ok", True)
+        else:
+            assert (result.verdict, result.cases) == ("skipped", 0)
+            assert "lacks" in result.reason
+
+
+def test_an_exception_on_a_legal_call_is_a_crash() -> None:
+    result = run_suite("allocator.state", Crashes(), max_examples=20)
+    assert result.verdict == "violation"
+    assert result.failure is not None
+    assert result.failure.rule == "crash"
+    assert "ZeroDivisionError" in result.failure.evidence
+    assert result.failure.steps[-1] == "d.sort()"
+    assert f"resolve('{__name__}:Crashes')" in result.failure.steps[-2]
+
+
+def test_accepted_misuse_is_a_violation() -> None:
+    result = run_suite("allocator.misuse", Lenient(), max_examples=40)
+    assert result.failure is not None
+    assert result.failure.rule == "REFUSE"
+
+
+def test_a_fault_of_the_harness_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refcache.oracle.AllocatorDriver.check", lambda self: 1 / 0)
+    result = run_suite("allocator.state", OnlyAllocator(), max_examples=3)
+    assert result.verdict == "unknown"
+    assert "ZeroDivisionError" in result.reason
+
+
+def test_the_same_seed_draws_the_same_cases() -> None:
+    first, second, other = (
+        run_suite("allocator.state", OnlyAllocator(), max_examples=10, seed=s) for s in (1, 1, 2)
+    )
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nonsense", "expected pkg.module:factory or one of"),
+        ("no.such.module:factory", "does not import"),
+        ("refcache.oracle:NoSuchTarget", "has no factory"),
+        ("refcache.oracle:SENTENCES", "has no factory"),
+        ("refcache.oracle.catalog:sentence", "calling the factory"),
+        ("refcache.types:LogicalClock", "expected a refcache.oracle.Target"),
+    ],
+)
+def test_what_is_no_target_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        resolve(spec)
+
+
+def test_unknown_suites_and_sizes_are_refused() -> None:
+    with pytest.raises(UnknownName, match="unknown suite 'nonsense'"):
+        list_suites("nonsense")
+    with pytest.raises(UnknownName, match="unknown suite 'tree'"):
+        run_suite("tree", NaiveTarget())
+    with pytest.raises(InvalidArgument, match="max_examples=0"):
+        run_suite("tree.state", NaiveTarget(), max_examples=0)
+    assert list_suites("tree") == ["tree.state", "tree.misuse"]
+    assert "allocator.misuse" in list_suites("misuse")
+
+
+@pytest.mark.parametrize(
+    ("target", "passed", "skipped"), [("naive", 5, 2), (None, 0, 7), ("refcache", 7, 0)]
+)
+def test_pytest_pyargs_judges_the_named_target(
+    target: str | None, passed: int, skipped: int
+) -> None:
+    env = {"PYTHONPATH": ":".join(p for p in sys.path if p), "REFCACHE_EXAMPLES": "3"}
+    if target is not None:
+        env["REFCACHE_TARGET"] = target
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs"]
+    ran = subprocess.run(
+        [*command, "refcache.testing.test_target"], capture_output=True, text=True, env=env
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = ran.stdout.splitlines()[-1]
+    assert (f"{passed} passed" in summary) == (passed > 0)
+    assert (f"{skipped} skipped" in summary) == (skipped > 0)

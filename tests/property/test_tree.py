@@ -1,0 +1,58 @@
+"""Suites of the part ``tree``: silence on the reference and on the naive tree; the two agree."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refcache.oracle import TreeDriver, resolve
+from refcache.testing import run_suite
+from refcache.testing.strategies import PAGE_SIZES, index, namespaces, prompts, token
+
+
+@pytest.mark.parametrize("suite", ["tree.state", "tree.misuse"])
+@pytest.mark.parametrize("target", ["refcache", "naive"])
+def test_silence(suite: str, target: str) -> None:
+    result = run_suite(suite, resolve(target), max_examples=settings().max_examples)
+    assert result.verdict == "ok", result.failure.text if result.failure else result.reason
+    assert result.steps > 5 * result.cases > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("suite", ["tree.state", "tree.misuse"])
+def test_silence_for_long(suite: str, seed: int) -> None:
+    result = run_suite(suite, resolve("refcache"), max_examples=1000, seed=seed)
+    assert result.verdict == "ok", result.failure.text if result.failure else result.reason
+
+
+calls = st.one_of(
+    st.tuples(st.just("admit"), prompts, namespaces),
+    st.tuples(st.just("insert"), prompts, namespaces),
+    st.tuples(st.just("match"), prompts, namespaces),
+    st.tuples(st.just("hold"), prompts, namespaces),
+    st.tuples(st.just("decode"), index, token),
+    st.tuples(st.just("cache"), index),
+    st.tuples(st.just("finish"), index),
+    st.tuples(st.just("abort"), index),
+    st.tuples(st.just("unhold"), index),
+)
+
+
+@given(page_size=st.sampled_from(PAGE_SIZES), is_eagle=st.booleans(), program=st.lists(calls))
+def test_radix_and_naive_tree_agree_while_nothing_is_evicted(
+    page_size: int, is_eagle: bool, program: list[tuple[Any, ...]]
+) -> None:
+    """With room for everything no choice is left: same sizes, and the same prefixes cached."""
+    radix, naive = (
+        TreeDriver(resolve(t), page_size=page_size, size=2048, is_eagle=is_eagle)
+        for t in ("refcache", "naive")
+    )
+    for name, *args in program:
+        for driver in (radix, naive):
+            getattr(driver, name)(*args)
+        assert radix.tree.total_size() == naive.tree.total_size()
+        assert radix.tree.protected_size() == naive.tree.protected_size()
+        assert radix.allocator.available_size() == naive.allocator.available_size()
+        assert radix.ledger.cached.keys() == naive.ledger.cached.keys()
