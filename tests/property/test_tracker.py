@@ -249,3 +249,50 @@ def test_slots_given_by_an_index_tensor_are_taken_when_the_launch_runs(machine):
         machine.launch("race", nothing, writes=[Region(pool, 0, 0, 5)])
     with pytest.raises(RaceFound, match=r"slot 5: .*'read'.*'race'"):
         machine.synchronize()
+
+
+def test_access_found_out_late_is_compared_with_what_a_later_write_has_replaced(machine):
+    pool = Pool()
+    cell = [Region(pool, 0, 0, 1)]
+    machine.launch("read", nothing, reads=[Region(pool, 0, 0, lambda: 1)])
+    machine.host_access("unordered", nothing, writes=cell)
+    machine.launch("write after both", nothing, writes=cell)
+    with pytest.raises(RaceFound, match=r"'read'.*'unordered'"):
+        machine.synchronize()
+    assert not machine.tracker._retired
+
+
+def test_access_found_out_late_is_compared_with_a_read_that_a_later_read_has_replaced(machine):
+    pool, late = Pool(), machine.Stream("late")
+    cell = [Region(pool, 0, 0, 1)]
+    with machine.stream(late):
+        machine.launch("write", nothing, writes=[Region(pool, 0, 0, lambda: 1)])
+    machine.launch("unordered", nothing, reads=cell)
+    machine.default_stream().wait_stream(late)
+    machine.launch("ordered", nothing, reads=cell)
+    with pytest.raises(RaceFound, match=r"'write'.*'unordered'"):
+        machine.synchronize()
+
+
+def test_write_found_out_late_leaves_the_reads_after_it_in_the_history(machine):
+    pool, event, side = Pool(), machine.Event(), machine.Stream("side")
+    machine.launch("write", nothing, writes=[Region(pool, 0, 0, lambda: 1)])
+    event.record()
+    machine.launch("read", nothing, reads=[Region(pool, 0, 0, 1)])
+    event.synchronize()
+    with machine.stream(side), pytest.raises(RaceFound, match=r"'read'.*'overwrite'"):
+        machine.launch("overwrite", nothing, writes=[Region(pool, 0, 0, 1)])
+
+
+@pytest.mark.parametrize("slots", [1, lambda: 1], ids=["known", "late"])
+def test_two_accesses_that_one_later_write_hides_are_compared(machine, slots):
+    pool, late, other = Pool(), machine.Stream("late"), machine.Stream("other")
+    with machine.stream(late):
+        machine.launch("write", nothing, writes=[Region(pool, 0, 0, lambda: 1)])
+    with machine.stream(other):
+        machine.launch("unordered", nothing, reads=[Region(pool, 0, 0, slots)])
+    for stream in (late, other):
+        machine.default_stream().wait_stream(stream)
+    machine.launch("write after both", nothing, writes=[Region(pool, 0, 0, 1)])
+    with pytest.raises(RaceFound, match=r"'write'.*'unordered'"):
+        machine.synchronize()

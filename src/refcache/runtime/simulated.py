@@ -144,7 +144,7 @@ class SimulatedRuntime:
         self._yield("call")
         access = self._access(self.host, name)
         if self.tracker is not None:
-            self.tracker.check(access, self.tracker.issue(access, reads, writes))
+            self.tracker.run(access, self.tracker.issue(access, reads, writes))
         fn()
         self.history.append(access)
 
@@ -309,7 +309,7 @@ class SimulatedRuntime:
         indices: Iterable[Any] = launch.indices
         if self.tracker is not None:
             indices = self.tracker.indices(access, launch.indices)  # type: ignore[arg-type]
-            self.tracker.check(access, launch.late)
+            self.tracker.run(access, launch.late)
         self._running = access
         try:
             launch.fn(*indices)

@@ -118,7 +118,11 @@ class DeadIndex(RefcacheError):
 
 
 class Cells(dict[int, list[Any]]):
-    """The cells of one (pool, plane, layer): slot -> [last write, last read of each actor]."""
+    """The cells of one (pool, plane, layer): slot -> [last write, last reads, retired].
+
+    The reads are by actor. What these two have replaced is retired, and kept only while a launch
+    is pending whose slots are not known.
+    """
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -184,6 +188,8 @@ class Tracker:
         self.stop = stop
         self.reports: list[RefcacheError] = []
         self._pools: dict[int, tuple[Any, dict[tuple[int, int], Cells]]] = {}
+        self._late = 0  # launches that are pending and whose slots are not all known
+        self._retired: list[list[Any]] = []  # cells with a third element
 
     def issue(
         self,
@@ -198,7 +204,7 @@ class Tracker:
             indices: its index tensors by their ``id``; slots given as one of them are read late.
 
         Returns:
-            The regions whose slots are not known yet: :meth:`check` them when the launch runs.
+            The regions whose slots are not known yet: :meth:`run` them when the launch runs.
         """
         known: dict[int, tuple[Any, Iterable[int]]] = {}  # the planes of a copy share their slots
         ready: list[Touch] = []
@@ -216,35 +222,74 @@ class Tracker:
                     values, into = known[id(slots)][1], ready
                 for layer in (layers,) if isinstance(layers, int) else layers:
                     into.append(Touch(self._cells(pool, plane, layer), values, write))
-        self.check(access, ready)
+        self._check(access, ready)
+        self._late += bool(late)
         return late
 
-    def check(self, access: Access, touched: Iterable[Touch]) -> None:
-        """Report every race of ``access`` on the cells ``touched``; enter it into their history."""
+    def run(self, access: Access, late: Iterable[Touch]) -> None:
+        """Check the regions that :meth:`issue` returned, if any: the launch runs now."""
+        if not late:
+            return
+        try:
+            self._check(access, late)
+        finally:
+            self._late -= 1
+            if self._late == 0:
+                for cell in self._retired:
+                    cell[2] = None
+                self._retired.clear()
+
+    def _check(self, access: Access, touched: Iterable[Touch]) -> None:
+        """Report every race of ``access`` on the cells ``touched``; enter it into their history.
+
+        ``access`` may have been issued before some of that history, if its slots were not known
+        then: it may come before the last write, and must be compared with what that has replaced.
+        """
         index, clock = access.actor.index, access.clock
         for cells, slots, write in touched:
             for slot in _values(slots()) if callable(slots) else slots:
                 cell = cells.get(slot)
                 if cell is None:
-                    cells[slot] = [access, None] if write else [None, {index: access}]
+                    first = [access, None, None] if write else [None, {index: access}, None]
+                    cells[slot] = first
                     continue
-                last, reads = cell
+                last, reads, retired = cell
+                for old, wrote in retired or ():
+                    if (write or wrote) and not (old.before(access) or access.before(old)):
+                        self._race(old, wrote, access, write, cells, slot)
                 if last is not None and clock.get(last.actor.index, 0) < last.number:
-                    if access.before(last):  # issued earlier, with slots that were not known then
+                    if access.before(last):
+                        self._retire(cell, access, write)
                         continue
                     self._race(last, True, access, write, cells, slot)
                 if not write:
+                    before = None if reads is None else reads.get(index)
                     if reads is None:
                         cell[1] = {index: access}
-                    elif index not in reads or reads[index].number < access.number:
+                    elif before is None or before.number < access.number:
                         reads[index] = access
+                    else:
+                        before = access
+                    self._retire(cell, before, False)
                     continue
-                if reads is not None:
-                    for read in reads.values():
-                        if clock.get(read.actor.index, 0) < read.number and not access.before(read):
-                            self._race(read, False, access, True, cells, slot)
-                    cell[1] = None
-                cell[0] = access
+                after = {}
+                for reader, read in (reads or {}).items():
+                    if access.before(read):
+                        after[reader] = read
+                        continue
+                    if clock.get(read.actor.index, 0) < read.number:
+                        self._race(read, False, access, True, cells, slot)
+                    self._retire(cell, read, False)
+                self._retire(cell, last, True)
+                cell[0], cell[1] = access, after or None
+
+    def _retire(self, cell: list[Any], access: Access | None, wrote: bool) -> None:
+        """Keep what leaves the history while a launch with unknown slots is pending."""
+        if self._late and access is not None:
+            if cell[2] is None:
+                cell[2] = []
+                self._retired.append(cell)
+            cell[2].append((access, wrote))
 
     def indices(self, access: Access, held: Iterable[Held]) -> list[torch.Tensor]:
         """The index tensors of a launch that runs now; reports those that are dead."""
