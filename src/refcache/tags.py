@@ -5,9 +5,10 @@ namespace). A KV element is its token's tag plus a constant of (layer, plane, co
 misplaced, stale, truncated, or copied from another layer or plane therefore differs, and
 :func:`explain` says what it is instead.
 
-Tags are sums of well-mixed terms, one a token, so a whole prompt is one cumulative sum and a
-decode step adds one term: checking every row a prefill reads is affordable on a real trace.
-Arithmetic is int64 with wrap-around.
+A tag is a sum of terms, one a token: the token (with its namespace) times the *weight* of its
+position, a random odd number (multilinear hashing: two prefixes collide with a probability of about
+2**-64). So a whole prompt is one cumulative sum and a decode step adds one term: checking every row
+a prefill reads is affordable on a real trace. Arithmetic is int64 with wrap-around.
 
 >>> tags = prefix_tags([7, 8, 9])
 >>> bool((prefix_tags([7, 8, 5])[:2] == tags[:2]).all()), bool(prefix_tags([7, 8, 5])[2] == tags[2])
@@ -23,6 +24,7 @@ torch.Size([3, 2])
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -31,7 +33,6 @@ from refcache.keys import namespace_seed
 _C1 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, the golden-ratio increment
 _C2 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _C3 = -7723592293110705685  # 0x94D049BB133111EB
-_C4 = -2960836687113929651  # 0xD6E8FEB862A13C4D, odd and unrelated to _C1
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@cache
+def _table(size: int) -> torch.Tensor:
+    return _mix((torch.arange(size) + 1) * _C1) | 1
+
+
+def _weights(length: int) -> torch.Tensor:
+    """The weights of at least ``length`` positions, from 0; a weight depends on nothing else."""
+    return _table(1 << max(10, (length - 1).bit_length()))
+
+
 def as_tensor(tokens: "Sequence[int] | array[int] | torch.Tensor") -> torch.Tensor:
     """Token ids as int64 ``[n]``."""
     if isinstance(tokens, torch.Tensor):
@@ -54,7 +65,7 @@ def as_tensor(tokens: "Sequence[int] | array[int] | torch.Tensor") -> torch.Tens
 
 
 def namespace_tag(extra_key: str | None) -> int:
-    """What every term of a namespace's tags is mixed with; a signed 64-bit integer."""
+    """What is added to every token of a namespace; a signed 64-bit integer."""
     return int.from_bytes(namespace_seed(extra_key)[:8], "big", signed=True)
 
 
@@ -70,11 +81,11 @@ def token_terms(
     """
     ids = as_tensor(tokens)
     if isinstance(positions, int):
-        positions = torch.arange(positions, positions + len(ids))
-    mixed = (ids + 1).mul_(_C1)
-    mixed += (positions + 1).mul_(_C4)
-    mixed += namespace
-    return _mix(mixed)
+        end = positions + len(ids)
+        weights = _weights(end)[positions:end]
+    else:
+        weights = _weights(int(positions.max()) + 1)[positions]
+    return (ids + (namespace + 1)).mul_(weights)
 
 
 def prefix_tags(
