@@ -84,7 +84,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         growth = sum(after) - sum(before)
         if growth != extend_num_tokens:
             raise InvalidArgument(f"{extend_num_tokens=}: the lengths grow by {growth} in all")
-        self._check_last_loc(last_loc, before)
+        self._check_last_loc(last_loc, prefix_lens_cpu)
         return self._grow(
             new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size),
             lambda free: self.ops.alloc_extend(
@@ -97,11 +97,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """One slot a request, for its token ``seq_lens[i] - 1``. Contract as ``alloc_extend``."""
         self._check_batch(seq_lens, seq_lens_cpu, last_loc)
-        before = [length - 1 for length in seq_lens_cpu.tolist()]
-        if any(length < 0 for length in before):
+        before = seq_lens_cpu - 1
+        if bool((before < 0).any()):
             raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
         self._check_last_loc(last_loc, before)
-        opens = sum(length % self.page_size == 0 for length in before)
+        opens = int((before % self.page_size == 0).sum())
         return self._grow(
             opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
         )
@@ -125,11 +125,16 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                     f"int64 [{shape[0] if shape else 'batch'}]"
                 )
 
-    def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: list[int]) -> None:
-        if last_loc.device.type != "cpu":
+    def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
+        if last_loc.device.type != "cpu" or not len(last_loc):
             return
         page_size, end = self.page_size, self.size + self.page_size
-        for i, (last, prefix) in enumerate(zip(last_loc.tolist(), prefix_lens, strict=True)):
+        low, high = last_loc.aminmax()
+        inside = page_size <= int(low) and int(high) < end
+        if inside and not bool(((last_loc + 1 - prefix_lens) % page_size).any()):
+            return
+        pairs = zip(last_loc.tolist(), prefix_lens.tolist(), strict=True)
+        for i, (last, prefix) in enumerate(pairs):  # which one, unless it has no prefix
             if prefix and not (page_size <= last < end and (last + 1 - prefix) % page_size == 0):
                 raise InvalidArgument(
                     f"last_loc[{i}]={last} for a prefix of {prefix} tokens at {page_size=}: not "

@@ -249,9 +249,10 @@ class ScheduleBatch:
     def new_tokens_required_next_decode(self, selected_indices: list[int] | None = None) -> int:
         """Tokens, in whole pages, that the next decode step allocates for these requests."""
         page_size = self.token_to_kv_pool_allocator.page_size
-        reqs = self.reqs if selected_indices is None else [self.reqs[i] for i in selected_indices]
-        pages = sum(1 for r in reqs if r.kv_committed_len % page_size == 0)
-        return int(pages * page_size)
+        lengths = self.seq_lens_cpu
+        if selected_indices is not None:
+            lengths = lengths[selected_indices]
+        return int((lengths % page_size == 0).sum()) * int(page_size)
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
         """Whether the next decode step fits, after evicting what it needs."""

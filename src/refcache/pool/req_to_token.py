@@ -98,7 +98,10 @@ class ReqToTokenPool:
                 )
 
         def run() -> None:
-            self.req_to_token[rows, columns] = values.to(torch.int32)
+            if isinstance(columns, slice):
+                self.req_to_token[rows, columns].copy_(values)
+            else:
+                self.req_to_token[rows, columns] = values.to(torch.int32)
 
         self.runtime.launch("req_to_token.write", run, writes=[Region(self, 0, 0, rows)])
 

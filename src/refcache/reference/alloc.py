@@ -84,7 +84,9 @@ def alloc_extend(
         )
     pages = _fresh_pages(free_pages, new_pages_needed(prefix_lens, seq_lens, page_size))
     fresh = pages[:, None] * page_size + torch.arange(page_size, device=pages.device)
-    fresh = torch.where(pages[:, None] < 0, -1, fresh).flatten()  # slots of the new pages, in order
+    if len(free_pages) < len(pages):
+        fresh[len(free_pages) :] = -1
+    fresh = fresh.flatten()  # slots of the new pages, in order
     out = [fresh[:0]]
     used = 0  # of ``fresh``
     for prefix, seq, last in zip(
