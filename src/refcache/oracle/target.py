@@ -136,11 +136,19 @@ class Target:
 
 
 def resolve(spec: str) -> Target:
-    """The target named ``spec``: ``"refcache"``, ``"naive"``, or ``"pkg.module:factory"``.
+    """The target named ``spec``: ``"refcache"``, ``"naive"``, ``"sglang:VERSION"``, or
+    ``"pkg.module:factory"``.
 
     Raises:
         InvalidArgument: it does not import, the name is missing, or calling it gives no Target.
+        MissingExtra: a release that is not unpacked.
     """
+    if spec == "sglang" or spec.startswith("sglang:"):
+        from refcache.oracle.peers import peer_target
+
+        target = peer_target(spec)
+        target.spec = spec
+        return target
     module_name, colon, attribute = BUILT_IN.get(spec, spec).partition(":")
     if not (module_name and colon and attribute):
         raise InvalidArgument(

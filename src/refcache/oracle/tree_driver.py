@@ -519,7 +519,8 @@ class TreeDriver(Driver):
         self.ledger.drop(req.last_node, protected)
         start = -(-computed // self.page_size) * self.page_size
         self._free(row[start : req.allocated])
-        self._write(req, 0, torch.full((req.allocated,), -1))
+        if self.ledger.queued is None:  # an open group may keep views of rows: nobody reuses them
+            self._write(req, 0, torch.full((req.allocated,), -1))
         self.on_target(self.rows.free, req)
         self.requests.remove(req)
         if insert:
