@@ -56,11 +56,9 @@ def _no_namespace(original: Function) -> Function:
 
 def _prefix_not_written(original: Function) -> Function:
     def write_cache_indices(batch: Any, out_cache_loc: torch.Tensor) -> None:
-        known = [req.prefix_indices for req in batch.reqs]
-        if len(batch.reqs) > 1:  # every row starts with the first request's prefix
-            for req in batch.reqs[1:]:
-                shared = known[0][: len(req.prefix_indices)]
-                req.prefix_indices = torch.cat([shared, req.prefix_indices[len(shared) :]])
+        pool, known = batch.req_to_token_pool, [req.prefix_indices for req in batch.reqs]
+        for req in batch.reqs[1:]:  # keeps what the row had
+            req.prefix_indices = pool.read(req.req_pool_idx, slice(0, len(req.prefix_indices)))
         original(batch, out_cache_loc)
         for req, prefix in zip(batch.reqs, known, strict=True):
             req.prefix_indices = prefix
@@ -80,7 +78,7 @@ def _room_short(original: Function) -> Function:
 def _rows_swapped(original: Function) -> Function:
     def merge_batch(self: Any, other: Any) -> None:
         original(self, other)
-        if len(other.reqs) > 1:
+        if len(self.reqs) > 1:
             self.req_pool_indices = self.req_pool_indices.clone()
             self.req_pool_indices[-2:] = self.req_pool_indices[-2:].flip(0)
 
@@ -129,9 +127,9 @@ BUGS = (
         "loop.state",
     ),
     PlantedBug(
-        "prefix-of-first-request",
+        "prefix-not-written",
         "slip",
-        "in a batch, every row starts with the first request's cached prefix",
+        "of a batch, only the first request's cached prefix is written to its row",
         f"{ENGINE}.alloc:write_cache_indices",
         _prefix_not_written,
         "loop.state",
@@ -147,7 +145,7 @@ BUGS = (
     PlantedBug(
         "merged-rows-swapped",
         "slip",
-        "two requests that join the running batch together get each other's rows",
+        "the last two requests of a merged batch get each other's rows",
         f"{ENGINE}.schedule_batch:ScheduleBatch.merge_batch",
         _rows_swapped,
         "loop.state",
