@@ -23,7 +23,7 @@ check: $(INSTALLED)  ## the main job: every suite against the reference, then a 
 
 test: $(INSTALLED)  ## the tests (ARGS="-k name" passes options to pytest)
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not nightly" $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)  ## ruff, mypy --strict and the import contracts
 	@echo "== ruff, mypy, import-linter"
