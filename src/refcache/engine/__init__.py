@@ -11,10 +11,11 @@ from refcache.engine.content import (
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import ModelRunner
+from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, FINISH_LENGTH, FINISH_MATCHED_TOKEN, Req
 from refcache.engine.schedule_batch import ForwardMode, ModelWorkerBatch, ScheduleBatch
 from refcache.engine.schedule_policy import AddReqResult, PrefillAdder
-from refcache.engine.scheduler import Scheduler, SchedulerObserver
+from refcache.engine.scheduler import Scheduler
 from refcache.engine.tp_worker import TpModelWorker
 
 __all__ = [

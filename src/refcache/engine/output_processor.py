@@ -1,15 +1,13 @@
 """What happens to a batch's tokens once the host has them: append, finish, cache, release."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
+from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.tp_worker import GenerationBatchResult
 from refcache.runtime import Runtime
-
-if TYPE_CHECKING:
-    from refcache.engine.scheduler import SchedulerObserver
 
 
 class SchedulerOutputProcessorMixin:
@@ -23,7 +21,7 @@ class SchedulerOutputProcessorMixin:
     runtime: Runtime
     tree_cache: Any
     token_to_kv_pool_allocator: Any
-    observer: "SchedulerObserver"
+    observer: SchedulerObserver
     live_reqs: dict[str, Req]
     finished_reqs: list[Req]
 

@@ -8,7 +8,8 @@ overlap loop launches the next batch first, so that the host's work hides behind
 
 Allocation, request rows and eviction are decided on the schedule stream; forwards run on the
 forward stream, in order. A slot that step k+1 frees may still be written by forward k+1; its next
-owner's forward comes later on that stream.
+owner's forward comes later on that stream. Choosing a batch is in
+:mod:`refcache.engine.batching`, results in :mod:`refcache.engine.output_processor`.
 
 Models SGLang 0.5.10's ``Scheduler`` for one rank that prefills and decodes; left out: grammars,
 LoRA, speculation, disaggregation, priority preemption, mixed chunks, metrics, the control plane.
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from refcache.engine.alloc import release_kv_cache
+from refcache.engine.batching import SchedulerBatchingMixin
 from refcache.engine.content import RowCheck
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
@@ -30,10 +31,10 @@ from refcache.engine.model_runner import (
     make_allocator,
     make_model,
 )
-from refcache.engine.output_processor import SchedulerOutputProcessorMixin
+from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, Req
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from refcache.engine.schedule_policy import SchedulePolicy
 from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
 from refcache.errors import InvalidArgument, NotIdle
 from refcache.keys import token_array
@@ -51,23 +52,7 @@ def make_tree(params: CacheInitParams, server_args: ServerArgs) -> Any:
     return RadixCache(params)
 
 
-class SchedulerObserver:
-    """Told what the loop does; override what you need. Called on the host, at the moment named."""
-
-    def on_batch(self, batch: ScheduleBatch) -> None:
-        """A batch is prepared (rows and slots allocated) and about to be launched."""
-
-    def on_retract(self, req: Req) -> None:
-        """A request lost its memory and is back in the queue."""
-
-    def on_finish(self, req: Req) -> None:
-        """A request ended and holds nothing any more."""
-
-    def on_step(self, scheduler: "Scheduler") -> None:
-        """An iteration of the loop is over."""
-
-
-class Scheduler(SchedulerOutputProcessorMixin):
+class Scheduler(SchedulerBatchingMixin):
     """See the module docstring.
 
     Args:
@@ -298,143 +283,6 @@ class Scheduler(SchedulerOutputProcessorMixin):
         self.tree_cache.reset()
         self.token_to_kv_pool_allocator.clear()
         self.req_to_token_pool.clear()
-
-    # ---- choosing a batch ----------------------------------------------------------------------
-
-    def get_next_batch_to_run(self) -> ScheduleBatch | None:
-        """A prefill batch if one can be made, else the next decode step of the running batch."""
-        if self.chunked_req is not None:
-            self.stash_chunked_request(self.chunked_req)
-        if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
-            self._merge_last_batch(self.last_batch)
-        batch = self.get_new_batch_prefill()
-        if batch is None and not self.running_batch.is_empty():
-            self.update_running_batch(self.running_batch)
-            batch = None if self.running_batch.is_empty() else self.running_batch
-        return batch
-
-    def stash_chunked_request(self, req: Req) -> None:
-        """A chunk is launched: cache it, so that others can use it; or end an aborted request."""
-        self.tree_cache.cache_unfinished_req(req, chunked=True)
-        if req.to_finish is not None:
-            req.finished_reason, req.to_finish = req.to_finish, None
-            self.chunked_req = None
-            self._finish(req, is_insert=False)
-
-    def _merge_last_batch(self, last_batch: ScheduleBatch) -> None:
-        """What was prefilled decodes from now on, except a prompt that was cut."""
-        chunked = [r for r in (self.chunked_req, last_batch.chunked_req) if r is not None]
-        last_bs = last_batch.batch_size()
-        last_batch.filter_batch(chunked_req_to_exclude=chunked)
-        if last_batch.batch_size() < last_bs:
-            self.running_batch.batch_is_full = False
-        if last_batch.is_empty():
-            return
-        if self.running_batch.is_empty():
-            self.running_batch = last_batch
-        else:
-            self.running_batch.merge_batch(last_batch)
-
-    def get_num_allocatable_reqs(self, running_bs: int) -> int:
-        return self.max_running_requests - running_bs
-
-    def get_new_batch_prefill(self) -> ScheduleBatch | None:
-        """A prefill batch, prepared; None when no request can be added now."""
-        return self._get_new_batch_prefill_raw()
-
-    def _get_new_batch_prefill_raw(self) -> ScheduleBatch | None:
-        if self.enable_hierarchical_cache:
-            self.tree_cache.check_hicache_events()
-        running = self.running_batch
-        if (running.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
-            return None
-        allocatable = self.get_num_allocatable_reqs(running.batch_size())
-        self.policy.calc_priority(self.waiting_queue)
-        adder = PrefillAdder(
-            self.page_size,
-            self.tree_cache,
-            self.token_to_kv_pool_allocator,
-            running,
-            self.new_token_ratio,
-            self.server_args.max_prefill_tokens,
-            self.server_args.chunked_prefill_size,
-        )
-        if self.chunked_req is not None:
-            self.chunked_req.init_next_round_input()
-            chunked, self.chunked_req = self.chunked_req, adder.add_chunked_req(self.chunked_req)
-            if not adder.can_run_list:
-                self._retract_chunked_req(chunked)
-                return None
-        for req in self.waiting_queue:
-            if len(adder.can_run_list) >= allocatable:
-                running.batch_is_full = True
-            if running.batch_is_full:
-                break
-            req.init_next_round_input(self.tree_cache)
-            result = adder.add_one_req(req)
-            if result is not AddReqResult.CONTINUE:
-                if result is AddReqResult.NO_TOKEN:
-                    # with nothing running, nothing would ever make it less full
-                    running.batch_is_full = bool(adder.can_run_list) or not running.is_empty()
-                break
-        if not adder.can_run_list:
-            return None
-        if adder.new_chunked_req is not None:
-            self.chunked_req = adder.new_chunked_req
-        if self.chunked_req is not None:
-            self.chunked_req.is_chunked += 1
-        added = set(adder.can_run_list)
-        self.waiting_queue = [r for r in self.waiting_queue if r not in added]
-        self.max_prefill_bs = max(self.max_prefill_bs, len(added))
-
-        batch = self._new_batch(adder.can_run_list, self.chunked_req)
-        if self.enable_hierarchical_cache:
-            # the copies start now, before anything else is put on the schedule stream
-            batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
-        batch.prepare_for_extend()
-        return batch
-
-    def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
-        return ScheduleBatch.init_new(
-            reqs,
-            self.req_to_token_pool,
-            self.token_to_kv_pool_allocator,
-            self.tree_cache,
-            self.runtime,
-            chunked_req=chunked_req,
-        )
-
-    def _retract_chunked_req(self, req: Req) -> None:
-        """Its next chunk has no room: its whole pages stay cached, and it queues again, first."""
-        self.chunked_req = None
-        release_kv_cache(req, self.tree_cache, is_insert=False)
-        self._back_to_queue(req, 0)
-
-    def _back_to_queue(self, req: Req, place: int) -> None:
-        req.reset_for_retract()
-        self.num_retracted_reqs += 1
-        self.waiting_queue.insert(place, req)
-        self.observer.on_retract(req)
-
-    def update_running_batch(self, batch: ScheduleBatch) -> None:
-        """Drop finished requests, retract some if memory is short, prepare the decode step."""
-        initial_bs = batch.batch_size()
-        batch.filter_batch()
-        if self.enable_hierarchical_cache:
-            self.tree_cache.flush_write_through_acks()
-        forced, self._retraction_requested = self._retraction_requested, False
-        if not batch.is_empty() and (forced or not batch.check_decode_mem()):
-            retracted, self.new_token_ratio = batch.retract_decode()
-            for req in retracted:
-                self._back_to_queue(req, len(self.waiting_queue))
-        else:
-            self.new_token_ratio = max(
-                self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio
-            )
-        if batch.batch_size() < initial_bs:
-            batch.batch_is_full = False
-        if not batch.is_empty():
-            batch.prepare_for_decode()
 
     # ---- running it ----------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ import torch
 from refcache.engine.content import RowCheck, WrongContent
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
+from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.scheduler import Scheduler, SchedulerObserver
+from refcache.engine.scheduler import Scheduler
 from refcache.errors import OutOfSlots
 from refcache.oracle.driver import Driver, step
 from refcache.oracle.invariants import RequestView, State, check_state, check_sums

@@ -41,9 +41,10 @@ from refcache.engine.content import (
 from refcache.engine.io_struct import SamplingParams, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import ModelRunner
+from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.scheduler import Scheduler, SchedulerObserver
+from refcache.engine.scheduler import Scheduler
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.keys import TOKEN, RadixKey
 from refcache.oracle.invariants import RequestView, State, check_state, check_sums

@@ -1,0 +1,25 @@
+"""``SchedulerObserver``: how a test, a replay or an oracle watches the serving loop."""
+
+from typing import TYPE_CHECKING
+
+from refcache.engine.req import Req
+from refcache.engine.schedule_batch import ScheduleBatch
+
+if TYPE_CHECKING:
+    from refcache.engine.scheduler import Scheduler
+
+
+class SchedulerObserver:
+    """Told what the loop does; override what you need. Called on the host, at the moment named."""
+
+    def on_batch(self, batch: ScheduleBatch) -> None:
+        """A batch is prepared (rows and slots allocated) and about to be launched."""
+
+    def on_retract(self, req: Req) -> None:
+        """A request lost its memory and is back in the queue."""
+
+    def on_finish(self, req: Req) -> None:
+        """A request ended and holds nothing any more."""
+
+    def on_step(self, scheduler: "Scheduler") -> None:
+        """An iteration of the loop is over."""
