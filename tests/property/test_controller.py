@@ -382,6 +382,26 @@ def test_direct_waits_for_the_device_and_sorts_pairs_for_layer_first():
         )
 
 
+def test_auto_is_decided_for_each_direction_and_places_the_index_tensors(monkeypatch):
+    r = rig(io_backend="auto")
+    asked, given = [], []
+
+    def choose(io_backend, *, to_host):
+        asked.append((io_backend, to_host))
+        return "direct" if to_host else "kernel"
+
+    for name in ("backup_from_device_all_layer", "load_to_device_per_layer"):
+        monkeypatch.setattr(r.host, name, lambda *args: given.append(args[-1]))
+    monkeypatch.setattr(r.host, "choose_io_backend", choose)
+    host_slots = r.controller.write(r.allocator.alloc(2))
+    assert r.machine.current_stream().query()  # direct: no index tensor was moved
+    r.controller.load(host_slots)
+    r.controller.start_loading()
+    assert not r.machine.current_stream().query()
+    assert asked == [("auto", True), ("auto", False)]
+    assert given == ["direct", "kernel", "kernel"]
+
+
 # ---- eviction, reset, refusals -------------------------------------------------------------------
 
 

@@ -472,3 +472,55 @@ def test_lock_of_the_pool_orders_host_threads():
         host.free(slots)
     host.alloc(18)
     machine.host_access("reuse", lambda: None, writes=[Region(host, 0, 0, slots)])
+
+
+# ---- who copies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "pinned", "io_backend", "copies"),
+    [
+        ("reference", True, "kernel", "refcache.reference.transfer"),
+        ("reference", True, "direct", "refcache.reference.transfer"),
+        ("reference", False, "direct", "refcache.reference.transfer"),
+        ("reference", True, "auto", "refcache.reference.transfer"),
+        ("triton", True, "kernel", "torch._ops.refcache"),
+        ("triton", True, "direct", "refcache_ops.direct"),
+        ("triton", False, "direct", "refcache.reference.transfer"),
+    ],
+)
+def test_io_backend_says_who_copies(backend, pinned, io_backend, copies):
+    pytest.importorskip("triton")
+    host = MHATokenToKVPoolHost(mha(), 2.0, 0, 2, "page_first", pin_memory=pinned, backend=backend)
+    for name in ("backup_all_layer", "load_per_layer"):
+        function = host._copy_function(name, io_backend)
+        assert (function.__module__, function.__name__) == (copies, name)
+
+
+def test_auto_takes_the_copy_engine_where_the_shortest_run_is_long(monkeypatch):
+    pytest.importorskip("triton")
+    from refcache_ops import direct
+
+    device = MHATokenToKVPool(8, 4, torch.int64, 2, 4, LAYERS, "cpu", v_head_dim=2)
+    host = MHATokenToKVPoolHost(device, 2.0, 0, 4, "page_first", backend="triton")
+    # One page of V, every layer: 4 slots x 3 layers x 2 heads x 2 x 8 bytes. One layer is a row.
+    for limits, wanted in [
+        ((384, 32), ("direct", "direct")),
+        ((385, 32), ("kernel", "direct")),
+        ((384, 33), ("direct", "kernel")),
+    ]:
+        monkeypatch.setattr(direct, "DIRECT_FROM", limits)
+        assert (
+            host.choose_io_backend("auto", to_host=True),
+            host.choose_io_backend("auto", to_host=False),
+        ) == wanted
+        assert host.choose_io_backend("kernel", to_host=True) == "kernel"
+
+
+def test_auto_without_kernels_is_the_only_backend_that_serves():
+    device = mha()
+    for pinned, wanted in ((True, "kernel"), (False, "direct")):
+        host = MHATokenToKVPoolHost(device, 2.0, 0, 2, "layer_first", pin_memory=pinned)
+        assert host.choose_io_backend("auto", to_host=True) == wanted
+        two = torch.tensor([2, 3])
+        host.backup_from_device_all_layer(device, two, two, "auto")

@@ -35,11 +35,25 @@ def resolve(name: str | None = None, device: str = "cpu") -> Backend:
         name = "triton" if str(device).startswith("cuda") else "reference"
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)
-    module: Any = reference
-    if name == "triton":
-        try:
-            import_module("triton")
-        except ImportError:
-            raise MissingExtra("backend 'triton': install refcache[triton]") from None
-        module = import_module("refcache_ops")
+    module: Any = reference if name == "reference" else _ops("refcache_ops")
     return Backend(name, *(getattr(module, op) for op in Backend._fields[1:]))
+
+
+def copy_engine() -> Any:
+    """The module that copies for ``io_backend="direct"`` on a CUDA device.
+
+    Its ``backup_all_layer`` and ``load_per_layer`` have the reference's signatures; ``choose`` and
+    ``run_bytes`` are the rule of "auto".
+
+    Raises:
+        MissingExtra: without Triton installed.
+    """
+    return _ops("refcache_ops.direct")
+
+
+def _ops(module: str) -> Any:
+    try:
+        import_module("triton")
+    except ImportError:
+        raise MissingExtra("backend 'triton': install refcache[triton]") from None
+    return import_module(module)

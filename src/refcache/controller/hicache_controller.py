@@ -43,8 +43,8 @@ class HiCacheController:
         page_size: of both.
         tp_group, load_cache_event: kept for the owner; the controller itself needs neither.
         write_policy: kept for the owner.
-        io_backend: "kernel" (index tensors on the device), "direct" (on the host), or "auto" (index
-            tensors on the device, and whoever copies picks).
+        io_backend: "kernel" (index tensors on the device), "direct" (on the host), or "auto": for
+            each direction the one that :meth:`HostKVCache.choose_io_backend` picks.
         storage_backend: must be None.
         prefetch_threshold, model_name, storage_backend_extra_config, pp_rank, pp_size,
             enable_storage_metrics: accepted for SGLang's callers; nothing reads them.
@@ -151,7 +151,8 @@ class HiCacheController:
         if not self.write_queue:
             return
         op = CacheOperation.merge_ops(self.write_queue)
-        host_indices, device_indices = self.move_indices(op)
+        io_backend = self.mem_pool_host.choose_io_backend(self.io_backend, to_host=True)
+        host_indices, device_indices = self.move_indices(op, io_backend)
         self.write_queue.clear()
         start_event, finish_event = self.runtime.Event(), self.runtime.Event()
         start_event.record()
@@ -159,7 +160,7 @@ class HiCacheController:
             start_event.wait(self.write_stream)
             self._wait_for_forward(self.write_stream)
             self.mem_pool_host.backup_from_device_all_layer(
-                self.mem_pool_device, host_indices, device_indices, self.io_backend
+                self.mem_pool_device, host_indices, device_indices, io_backend
             )
             finish_event.record()
             self._keep(self.write_stream, host_indices, device_indices)
@@ -208,7 +209,8 @@ class HiCacheController:
         self._wait_for_load_slot()
         producer_id = self.layer_done_counter.update_producer()
         op = CacheOperation.merge_ops(self.load_queue)
-        host_indices, device_indices = self.move_indices(op)
+        io_backend = self.mem_pool_host.choose_io_backend(self.io_backend, to_host=False)
+        host_indices, device_indices = self.move_indices(op, io_backend)
         self.load_queue.clear()
         load, finish_event = self.layer_done_counter.events[producer_id], self.runtime.Event()
         load.start_event.record()
@@ -217,7 +219,7 @@ class HiCacheController:
             self._wait_for_forward(self.load_stream)
             for layer_id in range(self.layer_num):
                 self.mem_pool_host.load_to_device_per_layer(
-                    self.mem_pool_device, host_indices, device_indices, layer_id, self.io_backend
+                    self.mem_pool_device, host_indices, device_indices, layer_id, io_backend
                 )
                 load.complete(layer_id)
             finish_event.record()  # of this load's own: the slot's is recorded again by the next
@@ -227,14 +229,18 @@ class HiCacheController:
 
     # ---- both ----------------------------------------------------------------------------------
 
-    def move_indices(self, op: CacheOperation) -> tuple[torch.Tensor, torch.Tensor]:
+    def move_indices(
+        self, op: CacheOperation, io_backend: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The index tensors of ``op`` where the I/O backend wants them: (host slots, device slots).
 
         "direct" makes the host wait for the current stream, and sorts the pairs by host slot for
-        ``layer_first`` (longer runs); the others launch a copy on the current stream.
+        ``layer_first`` (longer runs); "kernel" launches a copy on the current stream.
+
+        ``io_backend``: the controller's by default.
         """
         host_indices, device_indices = op.host_indices, op.device_indices
-        if self.io_backend == "direct":
+        if (io_backend or self.io_backend) == "direct":
             self.runtime.host_sync()
             device_indices = device_indices.cpu()
             if self.mem_pool_host.layout == "layer_first":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from refcache.backend import resolve
+from refcache.backend import copy_engine, resolve
 from refcache.errors import (
     HostPoolTooSmall,
     HostRegisterError,
@@ -223,6 +223,31 @@ class HostKVCache(HostSlots):
             (host_indices, device_indices),
         )
 
+    def choose_io_backend(self, io_backend: str, *, to_host: bool) -> str:
+        """What "auto" means in this direction: "direct" where the copy engine has long runs.
+
+        Anything else is what it is. The rule is measured on a device, so without the kernels
+        "auto" is "kernel".
+        """
+        if io_backend != "auto":
+            return io_backend
+        if self._backend.name != "triton":
+            return "kernel" if self.pin_memory else "direct"
+        engine = copy_engine()
+        run = min(
+            engine.run_bytes(
+                self.layout,
+                self.page_size,
+                self.layer_num,
+                plane.head_num * plane.head_dim * self.dtype.itemsize,
+                plane.head_num,
+                one_layer=not to_host,
+            )
+            for plane in self.device_pool.planes
+        )
+        chosen: str = engine.choose(run, to_host=to_host)
+        return chosen
+
     def _regions(self, pool: Any, layers: range | int, slots: torch.Tensor) -> list[Region]:
         return [Region(pool, plane, layers, slots) for plane in range(len(self.planes))]
 
@@ -246,9 +271,13 @@ class HostKVCache(HostSlots):
             raise InvalidArgument(
                 "io_backend 'kernel' on host memory that is not pinned: expected 'direct'"
             )
-        kernels = self.pin_memory and io_backend != "direct"
-        backend = self._backend if kernels else resolve("reference")
-        function: Callable[..., None] = getattr(backend, name)
+        io_backend = self.choose_io_backend(io_backend, to_host=name == "backup_all_layer")
+        copies: Any = resolve("reference")
+        if self.pin_memory and io_backend == "kernel":
+            copies = self._backend
+        elif self.pin_memory and self._backend.name == "triton":
+            copies = copy_engine()
+        function: Callable[..., None] = getattr(copies, name)
         return function
 
     def _check(

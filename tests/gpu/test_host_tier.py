@@ -1,0 +1,113 @@
+"""The host tier on a card: pinned pools, both I/O backends, streams of the real machine."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from refcache.allocator import PagedTokenToKVPoolAllocator
+from refcache.controller import HiCacheController
+from refcache.errors import HostRegisterError
+from refcache.pool import HostTensorAllocator, LoadedCudart, MHATokenToKVPool, host_pool_for
+from refcache.pool.host import MHATokenToKVPoolHost
+from refcache.reference import LAYOUTS
+from refcache.runtime import CudaRuntime
+from refcache.types import ServerArgs
+
+LAYERS, PAGE, TOKENS = 3, 4, 512
+
+
+def rig(layout, io_backend):
+    machine = CudaRuntime()
+    pool = MHATokenToKVPool(
+        TOKENS, PAGE, torch.float16, 2, 64, LAYERS, "cuda", v_head_dim=32, runtime=machine
+    )
+    allocator = PagedTokenToKVPoolAllocator(
+        TOKENS, PAGE, torch.float16, "cuda", pool, runtime=machine
+    )
+    host = host_pool_for(pool, ServerArgs(page_size=PAGE, hicache_mem_layout=layout))
+    controller = HiCacheController(allocator, host, PAGE, io_backend=io_backend)
+    return machine, pool, allocator, host, controller
+
+
+@pytest.mark.parametrize(
+    ("layout", "io_backend"), list(product(LAYOUTS, ("kernel", "direct", "auto")))
+)
+def test_rows_go_to_the_host_and_come_back_elsewhere(layout, io_backend):
+    machine, pool, allocator, host, controller = rig(layout, io_backend)
+    forward = machine.Stream("forward")
+    controller.register_forward_stream(forward)
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = [
+        torch.randn(LAYERS, TOKENS // 2, 2, d, generator=generator, device="cuda").half()
+        for d in (64, 32)
+    ]
+    slots = allocator.alloc(TOKENS // 2)
+    with machine.stream(forward):
+        forward.wait_stream(machine.default_stream())
+        torch.cuda._sleep(20_000_000)  # the write must wait for what comes after this
+        for layer in range(LAYERS):
+            pool.set_kv_buffer(layer, slots, rows[0][layer], rows[1][layer])
+    host_slots = controller.write(slots)
+    (ack,) = controller.ack_write_queue
+    assert not ack.finish_event.query()
+    ack.finish_event.synchronize()
+    controller.evict_device(slots)
+    allocator.alloc(PAGE)  # so that they come back somewhere else
+    with machine.stream(forward):
+        torch.cuda._sleep(20_000_000)  # the load must wait for what this stream still writes
+        for layer in range(LAYERS):
+            pool.set_kv_buffer(layer, slots, -rows[0][layer], -rows[1][layer])
+    new = controller.load(host_slots)
+    controller.layer_done_counter.set_consumer(controller.start_loading())
+    with machine.stream(forward):
+        for layer in range(LAYERS):
+            got = pool.get_key_buffer(layer)[new], pool.get_value_buffer(layer)[new]
+            for plane in (0, 1):
+                assert torch.equal(got[plane], rows[plane][layer]), (layer, plane)
+    controller.reset()
+    host.release()
+
+
+def test_host_pool_is_pinned_until_it_is_released():
+    *_, host, _ = rig("page_first", "kernel")
+    assert all(plane.is_pinned() for plane in host.planes)
+    host.release()
+    assert not any(plane.is_pinned() for plane in host.planes)
+
+
+def test_chunks_side_by_side_are_one_pinned_buffer():
+    allocator = HostTensorAllocator(LoadedCudart(), chunk_bytes=1 << 16)
+    buffer = allocator.allocate((1 << 20,), torch.uint8, "cpu")
+    allocator.register(buffer, 1152)
+    assert len(allocator.ranges) > 1
+    device = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    buffer.copy_(torch.arange(1 << 20) % 251)
+    device.copy_(buffer, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(device.cpu(), buffer)
+    allocator.release()
+
+
+def test_refused_registration_leaves_no_error_for_the_next_call():
+    cudart = LoadedCudart()
+    allocator = HostTensorAllocator(cudart)
+    buffer = allocator.allocate((1 << 16,), torch.uint8, "cpu")
+    allocator.register(buffer, 1)
+    with pytest.raises(HostRegisterError, match="cudaHostRegister returned"):
+        HostTensorAllocator(cudart).register(buffer, 1)
+    assert torch.ones(3, device="cuda").add(1).sum().item() == 6
+    allocator.release()
+    assert cudart.cudaHostUnregister(buffer.data_ptr()) != 0
+    assert cudart.cudaGetLastError() != 0
+    assert torch.ones(3, device="cuda").add(1).sum().item() == 6
+
+
+def test_memory_of_a_pool_that_was_not_pinned_is_copied_by_waiting():
+    _, pool, *_ = rig("layer_first", "kernel")
+    host = MHATokenToKVPoolHost(pool, 2.0, 0, PAGE, "layer_first", pin_memory=False)
+    assert not host.planes[0].is_pinned()
+    slots = torch.arange(PAGE, 2 * PAGE)
+    pool.planes[0].buffer[:, PAGE : 2 * PAGE] = 3
+    host.backup_from_device_all_layer(pool, slots, slots, "direct")
+    assert (host.k_buffer[:, PAGE : 2 * PAGE] == 3).all()
