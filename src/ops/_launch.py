@@ -24,33 +24,31 @@ def launch(
     kernel: Any,
     grid: tuple[int, int],
     key: Hashable,
-    device: torch.device,
+    on: torch.Tensor,
     args: tuple[Any, ...],
-    **options: int,
+    warps: int,
 ) -> None:
-    """Run ``kernel`` on ``grid``, on the current stream of ``device``.
+    """Run ``kernel`` on ``grid``, on the current stream of the device of ``on``.
 
     Args:
-        key: everything the compiled code depends on, beside the kernel and the options: constexpr
+        key: everything the compiled code depends on beside the kernel and ``warps``: constexpr
             values, dtypes, alignment of pointers. Two calls with one key must compile alike.
         args: every argument of the kernel in order, constexprs included.
-        options: ``num_warps``.
     """
-    if device.type != "cuda":
-        kernel[grid](*args, **options)
+    device = on.get_device()
+    if device < 0:
+        kernel[grid](*args, num_warps=warps)
         return
-    index = device.index
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            launch(kernel, grid, key, device, args, **options)
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, key, on, args, warps)
         return
-    full_key = (kernel, index, key, *options.values())
+    full_key = (id(kernel), device, warps, key)
     compiled = _compiled.get(full_key)
     if compiled is None:
-        _compiled[full_key] = kernel[grid](*args, **options)
+        _compiled[full_key] = kernel[grid](*args, num_warps=warps)
         return
-    stream = torch._C._cuda_getCurrentRawStream(index)
     compiled.run(
-        grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata,
-        None, None, None, *args,
+        grid[0], grid[1], 1, torch._C._cuda_getCurrentRawStream(device), compiled.function,
+        compiled.packed_metadata, None, None, None, *args,
     )  # fmt: skip

@@ -7,6 +7,7 @@ fake (shapes only). CUDA implementations import their kernel at the first call, 
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def define(
     torch.library.register_fake(f"refcache::{name}", fake, lib=LIBRARY)
 
 
+@cache
 def kernels(op: str) -> Any:
     """The module ``refcache_ops.<op>.kernel``.
 
@@ -50,11 +52,12 @@ def check_slots(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Raises:
         InvalidArgument: another dtype, shape or device.
     """
+    where = tensors[0].get_device()
     for t in tensors:
-        if t.dim() != 1 or t.dtype not in (torch.int32, torch.int64):
+        if t.dim() != 1 or t.dtype not in (torch.int64, torch.int32):
             raise InvalidArgument(
                 f"{t.dtype} of shape {tuple(t.shape)}: expected int32 or int64 of one dimension"
             )
-        if t.device != tensors[0].device:
+        if t.get_device() != where:
             raise InvalidArgument(f"tensors on {tensors[0].device} and {t.device}: expected one")
-    return tuple(t.contiguous() for t in tensors)
+    return tuple(t if t.is_contiguous() else t.contiguous() for t in tensors)

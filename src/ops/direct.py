@@ -9,8 +9,9 @@ Index tensors are on the CPU: runs are found there. Pays when runs are long (see
 layout whose blocks are pages takes whole host pages only.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,13 +19,13 @@ from refcache.errors import InvalidArgument
 from refcache.reference.layout import Layout
 from refcache.reference.transfer import check_buffers, check_layers, check_pairs
 from refcache_ops._library import kernels
-from refcache_ops.copy.plan import plan_transfer
+from refcache_ops.copy.plan import Transfer, plan_transfer
 from refcache_ops.driver import copy_many
 
-STAGE_BYTES = 64 << 20
+STAGE_BYTES = 32 << 20  # of each of two staging buffers
 
 # Host runs from which the copy engine is taken by "auto": (device to host, host to device), bytes.
-DIRECT_FROM = (64 << 10, 64 << 10)
+DIRECT_FROM = (32 << 10, 32 << 10)
 
 
 class Pieces(NamedTuple):
@@ -100,13 +101,14 @@ def backup_all_layer(
         InvalidArgument, UnknownName: as the op; also host pages that are not whole.
     """
     layouts = check_buffers(host, device, page_size, layout)
-    for chunk in _chunks(
-        layouts, host, device, host_indices, device_indices, 0, layouts[0].layer_num
-    ):
-        kernels("copy").run(
-            chunk.gather, chunk.staged, chunk.slots, 0, layouts[0].layer_num, 0, to_host=True
-        )
-        copy_many(chunk.on_host, chunk.on_stage, chunk.sizes, chunk.slots.device)
+    layers = layouts[0].layer_num
+    _pipeline(
+        device[0].device,
+        _chunks(layouts, host, device, host_indices, device_indices, 0, layers),
+        lambda chunk: chunk.move_rows(layers, to_host=True),
+        lambda chunk: copy_many(chunk.on_host, chunk.on_stage, chunk.sizes, chunk.slots.device),
+        engine_first=False,
+    )
 
 
 def load_per_layer(
@@ -130,18 +132,70 @@ def load_per_layer(
         device = [plane[layer_id] for plane in device]
     elif len(device) > planes:
         device = [device[p * layouts[0].layer_num + layer_id] for p in range(planes)]
-    for chunk in _chunks(layouts, host, device, host_indices, device_indices, layer_id, 1):
-        copy_many(chunk.on_stage, chunk.on_host, chunk.sizes, chunk.slots.device)
-        kernels("copy").run(chunk.gather, chunk.staged, chunk.slots, 0, 1, 0, to_host=False)
+    _pipeline(
+        device[0].device,
+        _chunks(layouts, host, device, host_indices, device_indices, layer_id, 1),
+        lambda chunk: copy_many(chunk.on_stage, chunk.on_host, chunk.sizes, chunk.slots.device),
+        lambda chunk: chunk.move_rows(1, to_host=False),
+        engine_first=True,
+    )
 
 
 class _Chunk(NamedTuple):
-    gather: object
+    """A part of a transfer that fits a staging buffer."""
+
+    rows: Transfer
     staged: torch.Tensor
     slots: torch.Tensor
     on_host: torch.Tensor
     on_stage: torch.Tensor
     sizes: torch.Tensor
+
+    def move_rows(self, layers: int, *, to_host: bool) -> None:
+        """Gather rows into the staging buffer, or scatter them out of it, on the current stream."""
+        kernels("copy").run(self.rows, self.staged, self.slots, 0, layers, 0, to_host=to_host)
+
+
+@cache
+def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
+    """The stream on which the copy engine works for the stream ``beside``."""
+    return torch.cuda.Stream(device)
+
+
+def _pipeline(
+    device: torch.device,
+    chunks: Iterator[_Chunk],
+    produce: Callable[[_Chunk], None],
+    consume: Callable[[_Chunk], None],
+    *,
+    engine_first: bool,
+) -> None:
+    """Produce and consume chunk after chunk in two staging buffers, on two streams.
+
+    Rows move on the current stream and the copy engine works on a side stream (``engine_first``: it
+    produces), so that one chunk's rows move while another is copied. The current stream waits.
+    """
+    if device.type != "cuda":
+        for chunk in chunks:
+            produce(chunk)
+            consume(chunk)
+        return
+    current = torch.cuda.current_stream(device)
+    side = _side_stream(device, current.cuda_stream)
+    first, second = (side, current) if engine_first else (current, side)
+    side.wait_stream(current)
+    free: list[torch.cuda.Event | None] = [None, None]
+    for number, chunk in enumerate(chunks):
+        consumed = free[number % 2]
+        if consumed is not None:
+            first.wait_event(consumed)
+        with torch.cuda.stream(first):
+            produce(chunk)
+        second.wait_event(first.record_event())
+        with torch.cuda.stream(second):
+            consume(chunk)
+        free[number % 2] = second.record_event()
+    current.wait_stream(side)
 
 
 def _chunks(
@@ -153,7 +207,7 @@ def _chunks(
     first: int,
     count: int,
 ) -> Iterator[_Chunk]:
-    """Cut a transfer to what fits the staging buffer; the caller copies each chunk in turn."""
+    """Cut a transfer to what fits a staging buffer; the caller copies each chunk in turn."""
     check_pairs(host_indices, device_indices)
     for buffer in host:
         if not buffer.is_pinned():
@@ -163,34 +217,71 @@ def _chunks(
     if not len(host_indices):
         return
     where, item, name = device[0].device, host[0].element_size(), layouts[0].name
-    order = torch.argsort(host_indices)
-    sorted_slots = host_indices[order].long()
-    slots = device_indices[order].pin_memory().to(where, non_blocking=True)
     whole = count == layouts[0].layer_num
     shapes = [pieces(layout, first, count, item, whole=whole) for layout in layouts]
     page, block = layouts[0].page_size, shapes[0].block
-    blocks = _blocks(sorted_slots, block)
+    blocks, slots, merged = _sorted_pairs(host_indices, device_indices, block, where)
     per_slot = sum(w.head_num * w.head_dim * item * count for w in layouts)
     capacity = max(1, STAGE_BYTES // (per_slot * page)) * page
-    capacity = min(capacity, -(-len(sorted_slots) // page) * page)
+    capacity = min(capacity, -(-len(slots) // page) * page)
     stage_layouts = [
         Layout.of(name, capacity, page, count, w.head_num, w.head_dim) for w in layouts
     ]
-    stage = [torch.empty(w.shape, dtype=host[0].dtype, device=where) for w in stage_layouts]
+    stages = [
+        [torch.empty(w.shape, dtype=host[0].dtype, device=where) for w in stage_layouts]
+        for _ in range(2 if len(slots) > capacity else 1)
+    ]
     staged = torch.arange(capacity, device=where)
     stage_shapes = [pieces(w, 0, count, item, whole=whole) for w in stage_layouts]
-    for start in range(0, len(sorted_slots), capacity):
-        some = blocks[start // block : (start + capacity) // block]
-        lists = [
-            _runs(some, shape, stage_shape, h.data_ptr(), s.data_ptr())
-            for shape, stage_shape, h, s in zip(shapes, stage_shapes, host, stage, strict=True)
-        ]
+    for number, start in enumerate(range(0, len(slots), capacity)):
+        stage = stages[number % 2]
+        lists = []
+        for shape, stage_shape, h, kept in zip(shapes, stage_shapes, host, stage, strict=True):
+            touch = shape.length == shape.stride
+            if (start, capacity, touch) not in merged:
+                some = blocks[start // block : (start + capacity) // block]
+                merged[start, capacity, touch] = _merge(some, touch=touch)
+            at, firsts, counts = merged[start, capacity, touch]
+            on_host = _addresses(h.data_ptr(), shape, firsts)
+            on_stage = _addresses(kept.data_ptr(), stage_shape, at)
+            lists.append((on_host, on_stage, (counts * shape.length).repeat(len(shape.offsets))))
         on_host, on_stage, sizes = (torch.cat(parts) for parts in zip(*lists, strict=True))
         these = slots[start : start + capacity]
-        gather = plan_transfer(
+        rows = plan_transfer(
             stage, device, staged[: len(these)], these, page, name, 0 if count == 1 else None
         )
-        yield _Chunk(gather, staged[: len(these)], these, on_host, on_stage, sizes)
+        yield _Chunk(rows, staged[: len(these)], these, on_host, on_stage, sizes)
+
+
+_Runs = dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+_last_pairs: list[Any] = []
+
+
+def _sorted_pairs(
+    host_indices: torch.Tensor, device_indices: torch.Tensor, block: int, where: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, _Runs]:
+    """Block numbers in host order, the device slots in that order (on the device), known runs.
+
+    The last answer is kept, because a load asks once a layer; not for tensors that do not count
+    their writes (made in inference mode).
+    """
+    counted = not (host_indices.is_inference() or device_indices.is_inference())
+    stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
+    asked: tuple[Any, ...] = (block, where, stream)
+    if counted:
+        asked += (host_indices._version, device_indices._version)
+        if _last_pairs:
+            host, device, before, answer = _last_pairs
+            if host is host_indices and device is device_indices and before == asked:
+                blocks, slots, merged = answer
+                return blocks, slots, merged
+    order = torch.argsort(host_indices)
+    blocks = _blocks(host_indices[order].long(), block)
+    slots = device_indices[order].pin_memory().to(where, non_blocking=True)
+    merged = {}
+    if counted:
+        _last_pairs[:] = [host_indices, device_indices, asked, (blocks, slots, merged)]
+    return blocks, slots, merged
 
 
 def _blocks(slots: torch.Tensor, block: int) -> torch.Tensor:
@@ -208,19 +299,25 @@ def _blocks(slots: torch.Tensor, block: int) -> torch.Tensor:
     )
 
 
-def _runs(
-    blocks: torch.Tensor, on_host: Pieces, on_stage: Pieces, host: int, stage: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Addresses on the host, addresses in the staging buffer, and bytes, of each run."""
-    touch = on_host.length == on_host.stride and on_stage.length == on_stage.stride
+def _merge(blocks: torch.Tensor, *, touch: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs of sorted blocks: where each starts in the list, its first block, how many blocks.
+
+    ``touch``: pieces of neighbouring blocks touch; else every block is a run of its own.
+    """
+    if not touch:
+        return torch.arange(len(blocks)), blocks, torch.ones_like(blocks)
     starts = torch.ones(len(blocks), dtype=torch.bool)
-    if touch:
-        starts[1:] = blocks[1:] != blocks[:-1] + 1
+    torch.ne(blocks[1:], blocks[:-1] + 1, out=starts[1:])
     at = starts.nonzero().flatten()
-    lengths = torch.diff(at, append=torch.tensor([len(blocks)])) * on_host.length
-    many = len(on_host.offsets)
-    return (
-        (host + on_host.offsets[:, None] + blocks[at] * on_host.stride).flatten(),
-        (stage + on_stage.offsets[:, None] + at * on_stage.stride).flatten(),
-        lengths.repeat(many),
-    )
+    counts = at.new_empty(len(at))
+    torch.sub(at[1:], at[:-1], out=counts[:-1])
+    counts[-1] = len(blocks) - at[-1]
+    return at, blocks[at], counts
+
+
+def _addresses(base: int, where: Pieces, blocks: torch.Tensor) -> torch.Tensor:
+    """The address of the piece of each block, for one offset after another."""
+    starts = blocks * where.stride + base
+    if len(where.offsets) == 1:
+        return starts + where.offsets
+    return (where.offsets[:, None] + starts).flatten()

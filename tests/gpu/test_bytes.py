@@ -78,7 +78,7 @@ def test_drawn_allocs() -> None:
 
 
 def test_long_alloc_cases() -> None:
-    fixed = list(cases._long_alloc_cases())
+    fixed = list(cases.long_alloc_cases())
     fixed.append(
         cases.AllocCase((2**20 + 71, 9), (70, 9), (1_000_005, 8), tuple(range(1, 16400)), 64)
     )

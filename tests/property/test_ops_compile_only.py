@@ -42,7 +42,7 @@ def compile_all(target: tuple[Any, ...]) -> dict[str, dict[str, int]]:
     found = {}
     i64 = "*i64"
     lengths = {"prefix_lens": i64, "seq_lens": i64, "last_loc": i64, "free_pages": i64, "out": i64}
-    counts = {"batch": "i64", "free": "i64", "total": "i64"}
+    counts = {"batch": "i32", "free": "i32", "total": "i32"}
     for module, kernel in (
         (extend, extend.alloc_extend_kernel),
         (decode, decode.alloc_decode_kernel),
@@ -52,23 +52,22 @@ def compile_all(target: tuple[Any, ...]) -> dict[str, dict[str, int]]:
         found[kernel.__name__] = inspect(build(kernel, types, fixed, 4))
     for name, (rows, page, table, block, warps, flags) in COPIES.items():
         planes = len(rows)
-        strides = (("i64",) * 4,) * planes
+        device, host = (rows[0], 0, 10**7, 0), (rows[0] * page * 64, rows[0], 10**6, 0)
         types = {
             "src": ("*bf16",) * planes,
             "dst": (i64 if table else "*bf16",) * planes,
             "src_index": i64,
             "dst_index": i64,
-            "src_strides": strides,
-            "dst_strides": strides,
             "items": "i64",
             "first_layer": "i64",
             "layers": "i64",
         }
         types |= {"flags": i64} if flags else {}
         fixed = {"UNIT": (16,) * planes, "ROW": rows, "RUN": rows, "BLOCK": block}
-        fixed |= {"SRC_PAGE": (page,) * planes, "DST_PAGE": (1,) * planes, "SRC_TABLE": False}
+        fixed |= {"SRC_PAGE": (1,) * planes, "DST_PAGE": (page,) * planes, "SRC_TABLE": False}
         fixed |= {"DST_TABLE": table, "SIGNAL": flags, "EPOCH": 1 << 32}
-        fixed |= {} if flags else {"flags": None}
+        fixed |= {"SRC_STRIDES": (device,) * planes, "DST_STRIDES": (host,) * planes}
+        fixed |= {"LAYERS_LAST": not table} | ({} if flags else {"flags": None})
         found[name] = inspect(build(copy.copy_kernel, types, fixed, warps))
     return found
 

@@ -119,10 +119,10 @@ def test_addresses_beyond_2_31(kernel_ops: SimpleNamespace, to_host: bool) -> No
     far = 2**33
     strides = (far, 0, 4 - far * 7, 0)  # slot 7 of layer 1 is unit 4
     near = (1, 0, 0, 0)
-    plan = Plan((1,), (1,), (1,), (strides,), (near,), (1,), 2, False)
+    plan = Plan((1,), (1,), (1,), (strides,), (near,), (1,), 2, False, False)
     small, row = torch.arange(8, dtype=torch.uint8), torch.full((1,), 99, dtype=torch.uint8)
     kernel.run(
-        Transfer(plan, (small,), (row,)),
+        Transfer(-1, plan, (small,), (row,)),
         torch.tensor([7], dtype=torch.int32),
         torch.tensor([0], dtype=torch.int32),
         1, 1, 0, to_host=to_host,
@@ -139,10 +139,10 @@ def test_products_beyond_2_31_in_pages(kernel_ops: SimpleNamespace) -> None:
 
     slot, page = 2066 * 4 + 3, 1_039_680
     strides = (page, 5, 1 - 2066 * page, 0)
-    plan = Plan((1,), (1,), (1,), (strides,), ((1, 0, 0, 0),), (4,), 2, False)
+    plan = Plan((1,), (1,), (1,), (strides,), ((1, 0, 0, 0),), (4,), 2, False, False)
     host, row = torch.arange(32, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     index = torch.tensor([slot], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
-    kernel.run(Transfer(plan, (host,), (row,)), *index, 1, 1, 0, to_host=False)
+    kernel.run(Transfer(-2, plan, (host,), (row,)), *index, 1, 1, 0, to_host=False)
     assert row.tolist() == [3 * 5 + 1]
 
 

@@ -13,6 +13,13 @@ from refcache_ops._launch import launch
 
 BATCH_BLOCK = 1024  # earlier requests counted at once
 ROWS = 128  # requests a program
+WARPS = 4
+
+
+@triton.jit
+def opens_page(lens, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 where the last of ``lens`` tokens is the first of its page."""
+    return ((lens - 1).to(tl.uint32) % PAGE == 0).to(tl.int32)
 
 
 @triton.jit(
@@ -24,8 +31,8 @@ def alloc_decode_kernel(  # type: ignore[no-untyped-def]
     last_loc,
     free_pages,
     out,
-    batch: tl.int64,
-    free: tl.int64,
+    batch: tl.int32,
+    free: tl.int32,
     PAGE: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,21 +41,22 @@ def alloc_decode_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     live = row < batch
-    opens = live & ((tl.load(seq_lens + row, mask=live, other=0) - 1) % PAGE == 0)
+    opens = opens_page(tl.load(seq_lens + row, mask=live, other=2).to(tl.int32), PAGE)
     last = tl.load(last_loc + row, mask=live, other=0).to(tl.int64)
 
-    opened_before = tl.zeros((), tl.int64)
+    opened_before = first * 0
     start = first * 0
     while start < first:
         i = start + tl.arange(0, BATCH_BLOCK)
         earlier = i < first
-        lens = tl.load(seq_lens + i, mask=earlier, other=0)
-        opened_before += tl.sum((earlier & ((lens - 1) % PAGE == 0)).to(tl.int64))
+        lens = tl.load(seq_lens + i, mask=earlier, other=2).to(tl.int32)
+        opened_before += tl.sum(tl.where(earlier, opens_page(lens, PAGE), 0))
         start += BATCH_BLOCK
 
-    entry = opened_before + tl.cumsum(opens.to(tl.int32)) - 1
-    page = tl.load(free_pages + entry, mask=opens & (entry < free), other=-1).to(tl.int64)
-    slot = tl.where(opens, tl.where(page < 0, -1, page * PAGE), last + 1)
+    entry = opened_before + tl.cumsum(opens) - 1
+    there = entry < free
+    page = tl.load(free_pages + entry, mask=live & (opens > 0) & there, other=0).to(tl.int64)
+    slot = tl.where(opens > 0, tl.where(there, page * PAGE, -1), last + 1)
     tl.store(out + row, slot, mask=live)
 
 
@@ -57,18 +65,18 @@ def run(
 ) -> torch.Tensor:
     """Launch the kernel; arguments and result as the op's."""
     batch = seq_lens.numel()
-    out = torch.empty(batch, dtype=torch.int64, device=seq_lens.device)
+    out = seq_lens.new_empty(batch, dtype=torch.int64)
     if batch == 0:
         return out
     launch(
         alloc_decode_kernel,
         (-(-batch // ROWS), 1),
         (page_size, seq_lens.dtype, last_loc.dtype, free_pages.dtype),
-        out.device,
+        out,
         (
             seq_lens, last_loc, free_pages, out,
             batch, free_pages.numel(), page_size, BATCH_BLOCK, ROWS,
         ),
-        num_warps=4,
+        WARPS,
     )  # fmt: skip
     return out

@@ -1,8 +1,10 @@
 """The row copy: one kernel for both directions, every layout, any row size and any planes.
 
-Work is cut into tiles of ``BLOCK`` units of one (layer, plane), counted layer by layer; program
-``p`` of ``n`` takes tiles p, p + n, ... A tile is a flat run of units over consecutive items, so
-rows that are no power of two waste no lanes. Indices are widened to int64 before any product.
+Work is cut into tiles of ``BLOCK`` units of one (layer, plane). They are counted layer by layer; a
+backup into a layout that keeps the layers of a slot together counts them tile by tile, so that
+what is written at one time lies close. Program ``p`` of ``n`` takes tiles p, p + n, ... A tile is a
+flat run of units over consecutive items, so rows that are no power of two waste no lanes. Indices
+are widened to int64 before any product; strides are compile-time values, one kernel a geometry.
 
 With ``SIGNAL`` each tile adds its share of one epoch to its layer's flag once its bytes are
 written: a release at system scope, behind a barrier of the program. The shares of a layer sum to
@@ -22,48 +24,57 @@ from refcache_ops.copy.plan import Transfer
 
 SMALL_BLOCK = 1024  # units a tile when programs are plenty
 LARGE_BLOCK = 4096  # when a cap leaves few programs, each keeps more bytes in flight
+UNITS_A_WARP = 256
 MAX_PROGRAMS = 128  # without a cap: more do not make the link faster
 
 
 @triton.jit
 def _pointer(  # type: ignore[no-untyped-def]
-    base, index, item, live, head, col, layer, strides,
+    base, index, item, live, head, col, layer,
+    STRIDES: tl.constexpr, PLANE: tl.constexpr,
     PAGE: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Pointers ``[BLOCK, words]`` to the unit ``col`` of (item, layer, head)."""
     word: tl.constexpr = tl.int32 if UNIT >= 4 else (tl.int16 if UNIT == 2 else tl.int8)
     words: tl.constexpr = UNIT // 4 if UNIT >= 4 else 1
     slot = tl.load(index + item, mask=live, other=0).to(tl.int64)
-    unit = (slot // PAGE) * strides[0] + (slot % PAGE) * strides[1] + head * strides[3] + col
+    page = (slot.to(tl.uint64) // PAGE).to(tl.int64)
+    unit = page * STRIDES[PLANE][0] + (slot - page * PAGE) * STRIDES[PLANE][1]
+    unit += head * STRIDES[PLANE][3] + col
     if TABLE:
         start = tl.load(base + layer).to(tl.pointer_type(word))
     else:
         start = base.to(tl.pointer_type(word), bitcast=True)
-        unit += layer * strides[2]
+        unit += layer * STRIDES[PLANE][2]
     start = tl.multiple_of(start, UNIT)
     return start + (unit * words)[:, None] + tl.arange(0, words)[None, :]
 
 
 @triton.jit
 def _copy_tile(  # type: ignore[no-untyped-def]
-    src, dst, src_index, dst_index, src_strides, dst_strides, items, layer, tile,
+    src, dst, src_index, dst_index, items, layer, tile,
+    SRC_STRIDES: tl.constexpr, DST_STRIDES: tl.constexpr, PLANE: tl.constexpr,
     UNIT: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr,
     SRC_PAGE: tl.constexpr, DST_PAGE: tl.constexpr,
     SRC_TABLE: tl.constexpr, DST_TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     start = tile * BLOCK
-    flat = (start % ROW).to(tl.int32) + tl.arange(0, BLOCK)
-    item = start // ROW + flat // ROW
-    within = flat % ROW
-    head = (within // RUN).to(tl.int64)
-    col = within % RUN
+    flat = ((start % ROW).to(tl.int32) + tl.arange(0, BLOCK)).to(tl.uint32)
+    row = flat // ROW
+    within = flat - row * ROW
+    head = within // RUN
+    col = (within - head * RUN).to(tl.int64)
+    head = head.to(tl.int64)
+    item = start // ROW + row.to(tl.int64)
     live = item < items
     read = _pointer(
-        src, src_index, item, live, head, col, layer, src_strides, SRC_PAGE, SRC_TABLE, UNIT
-    )
+        src, src_index, item, live, head, col, layer,
+        SRC_STRIDES, PLANE, SRC_PAGE, SRC_TABLE, UNIT,
+    )  # fmt: skip
     write = _pointer(
-        dst, dst_index, item, live, head, col, layer, dst_strides, DST_PAGE, DST_TABLE, UNIT
-    )
+        dst, dst_index, item, live, head, col, layer,
+        DST_STRIDES, PLANE, DST_PAGE, DST_TABLE, UNIT,
+    )  # fmt: skip
     tl.store(write, tl.load(read, mask=live[:, None]), mask=live[:, None])
 
 
@@ -77,11 +88,11 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     src_index,
     dst_index,
     flags,
-    src_strides,
-    dst_strides,
     items: tl.int64,
     first_layer: tl.int64,
     layers: tl.int64,
+    SRC_STRIDES: tl.constexpr,
+    DST_STRIDES: tl.constexpr,
     UNIT: tl.constexpr,
     ROW: tl.constexpr,
     RUN: tl.constexpr,
@@ -89,6 +100,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     DST_PAGE: tl.constexpr,
     SRC_TABLE: tl.constexpr,
     DST_TABLE: tl.constexpr,
+    LAYERS_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     SIGNAL: tl.constexpr,
     EPOCH: tl.constexpr,
@@ -99,16 +111,19 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         layer_tiles += tl.cdiv(items * ROW[plane], BLOCK)
     work = tl.program_id(0).to(tl.int64)
     while work < layer_tiles * layers:
-        layer = first_layer + work // layer_tiles
-        tile = work % layer_tiles
+        if LAYERS_LAST:
+            layer = first_layer + work % layers
+            tile = work // layers
+        else:
+            layer = first_layer + work // layer_tiles
+            tile = work % layer_tiles
         for plane in tl.static_range(len(UNIT)):
             plane_tiles = tl.cdiv(items * ROW[plane], BLOCK)
             if (tile >= 0) & (tile < plane_tiles):
                 _copy_tile(
-                    src[plane], dst[plane], src_index, dst_index,
-                    src_strides[plane], dst_strides[plane], items, layer, tile,
-                    UNIT[plane], ROW[plane], RUN[plane], SRC_PAGE[plane], DST_PAGE[plane],
-                    SRC_TABLE, DST_TABLE, BLOCK,
+                    src[plane], dst[plane], src_index, dst_index, items, layer, tile,
+                    SRC_STRIDES, DST_STRIDES, plane, UNIT[plane], ROW[plane], RUN[plane],
+                    SRC_PAGE[plane], DST_PAGE[plane], SRC_TABLE, DST_TABLE, BLOCK,
                 )  # fmt: skip
             tile -= plane_tiles
         if SIGNAL:
@@ -140,15 +155,12 @@ def run(
     """
     plan = transfer.plan
     items = host_indices.numel()
-    where = device_indices.device
     if items == 0 or layers == 0:
         if flags is not None:
             flags[first_layer : first_layer + layers] += FLAG_EPOCH
         return
-    capped = 0 < max_programs < 8
-    block = LARGE_BLOCK if capped else SMALL_BLOCK
+    block = LARGE_BLOCK if 0 < max_programs < 8 else SMALL_BLOCK
     tiles = layers * sum(-(-items * row // block) for row in plan.row)
-    programs = min(tiles, max_programs or MAX_PROGRAMS)
     host_side: tuple[Any, ...] = (
         transfer.host, host_indices.contiguous(), plan.host, plan.page, False,
     )  # fmt: skip
@@ -161,14 +173,14 @@ def run(
     dst, dst_index, dst_strides, dst_page, dst_table = target
     launch(
         copy_kernel,
-        (programs, 1),
-        (plan, transfer.host[0].dtype, host_indices.dtype, device_indices.dtype, block,
-         to_host, flags is None, transfer.host[0].device.type),
-        where,
+        (min(tiles, max_programs or MAX_PROGRAMS), 1),
+        (transfer.key, host_indices.dtype, device_indices.dtype, block, to_host, flags is None),
+        device_indices,
         (
-            src, dst, src_index, dst_index, flags, src_strides, dst_strides,
-            items, first_layer, layers, plan.unit, plan.row, plan.run,
-            src_page, dst_page, src_table, dst_table, block, flags is not None, FLAG_EPOCH,
+            src, dst, src_index, dst_index, flags, items, first_layer, layers,
+            src_strides, dst_strides, plan.unit, plan.row, plan.run, src_page, dst_page,
+            src_table, dst_table, to_host and plan.layers_inside, block,
+            flags is not None, FLAG_EPOCH,
         ),
-        num_warps=max(1, block // 256),
+        max(1, block // UNITS_A_WARP),
     )  # fmt: skip

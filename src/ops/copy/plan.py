@@ -34,6 +34,7 @@ class Plan(NamedTuple):
         page: slots a page in the host formula (1 where pages make no difference).
         layers: of the pool.
         table: the device side is a table of addresses, one a layer.
+        layers_inside: on the host, all layers of a slot (or page) lie together.
     """
 
     unit: tuple[int, ...]
@@ -44,17 +45,22 @@ class Plan(NamedTuple):
     page: tuple[int, ...]
     layers: int
     table: bool
+    layers_inside: bool
 
 
 class Transfer(NamedTuple):
-    """A plan and its tensors: per plane one host buffer, and one device buffer or address table."""
+    """A plan and its tensors: per plane one host buffer, and one device buffer or address table.
 
+    ``key`` is the plan's number: equal numbers, equal plans.
+    """
+
+    key: int
     plan: Plan
     host: tuple[torch.Tensor, ...]
     device: tuple[torch.Tensor, ...]
 
 
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, tuple[int, Plan]] = {}  # of a geometry: number and plan
 
 
 def plan_transfer(
@@ -81,21 +87,24 @@ def plan_transfer(
             raise InvalidArgument(f"layer_id={layer_id}: expected 0 to {per_plane - 1}")
         device = [device[plane * per_plane + layer_id] for plane in range(planes)]
     key = (layout, page_size, one_layer, tuple(map(_geometry, host)), tuple(map(_geometry, device)))
-    plan = _plans.get(key)
-    if plan is None:
+    if key not in _plans:
         layouts = check_buffers(host, device, page_size, layout, one_layer=one_layer)
-        plan = _plans[key] = _make_plan(layouts, host, device)
+        _plans[key] = (len(_plans), _make_plan(layouts, host, device))
+    number, plan = _plans[key]
     if one_layer and per_plane > 1 and per_plane != plan.layers:
         raise InvalidArgument(
             f"{per_plane} device layers for {plan.layers} host layers: expected as many"
         )
-    for index in (host_indices, device_indices):
-        if index.device != device[0].device:
-            raise InvalidArgument(f"indices on {index.device}: expected {device[0].device}")
+    where = device[0].get_device()
+    if host_indices.get_device() != where or device_indices.get_device() != where:
+        raise InvalidArgument(
+            f"indices on {host_indices.device} and {device_indices.device}: expected both on "
+            f"{device[0].device}"
+        )
     if plan.table:
         table = _table(tuple(t.data_ptr() for t in device), device[0].device)
-        return Transfer(plan, tuple(host), table.view(planes, plan.layers).unbind())
-    return Transfer(plan, tuple(host), tuple(device))
+        return Transfer(number, plan, tuple(host), table.view(planes, plan.layers).unbind())
+    return Transfer(number, plan, tuple(host), tuple(device))
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
@@ -140,7 +149,7 @@ def _make_plan(
         device_strides.append(_in_units(on_device, item, unit))
     return Plan(
         tuple(units), tuple(rows), tuple(runs), tuple(host_strides), tuple(device_strides),
-        tuple(pages), layouts[0].layer_num, per_plane > 1,
+        tuple(pages), layouts[0].layer_num, per_plane > 1, layouts[0].name != "layer_first",
     )  # fmt: skip
 
 

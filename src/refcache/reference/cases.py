@@ -9,6 +9,7 @@ Used by the tests of ``refcache_ops`` on the CPU and on a card, and by the trans
 people's functions. Cases are drawn from a seeded ``random.Random``.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -299,7 +300,7 @@ def errors_of(
     examples: int = 60,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Run the suite on ``ops``: fixed cases first, then ``examples`` drawn ones a kind of op.
+    """Run the suite on ``ops``: ``examples`` drawn cases a kind of op, then the fixed ones.
 
     Yields every error as it is found; takes no longer than its consumer asks. ``ops`` may have some
     of the five ops only.
@@ -307,19 +308,17 @@ def errors_of(
     rng = random.Random(seed)
     if hasattr(ops, "alloc_extend") and hasattr(ops, "alloc_decode"):
         device = place.device if place else "cpu"
-        for alloc_case in (
-            *_long_alloc_cases(),
-            *(random_alloc_case(rng) for _ in range(examples)),
-        ):
+        drawn_allocs = (random_alloc_case(rng) for _ in range(examples))
+        for alloc_case in itertools.chain(drawn_allocs, long_alloc_cases()):
             yield from alloc_errors(alloc_case, ops, device)
     for op in OPS:
         if hasattr(ops, op):
             drawn = (random_case(rng, op=op) for _ in range(examples))
-            for case in (*row_bytes_cases(op), *drawn):
+            for case in itertools.chain(drawn, row_bytes_cases(op)):
                 yield from transfer_errors(case, ops, place, settle)
 
 
-def _long_alloc_cases() -> Iterator[AllocCase]:
+def long_alloc_cases() -> Iterator[AllocCase]:
     """Batches and page numbers beyond what one block of a kernel or 32 bits hold."""
     page = 2**31 // 16 + 3
     pages = (page, page + 1, page + 2)
