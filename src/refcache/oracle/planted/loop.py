@@ -114,7 +114,7 @@ BUGS = (
         "chunk-computed-again",
         "sglang#36855, #37024 (B34)",
         "where the insert of a chunk is skipped, its progress is lost",
-        f"{ENGINE}.scheduler:Scheduler.stash_chunked_request",
+        f"{ENGINE}.batching:SchedulerBatchingMixin.stash_chunked_request",
         _insert_skipped,
         "loop.state",
     ),
