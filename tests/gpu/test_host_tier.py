@@ -49,9 +49,7 @@ def test_rows_go_to_the_host_and_come_back_elsewhere(layout, io_backend):
         for layer in range(LAYERS):
             pool.set_kv_buffer(layer, slots, rows[0][layer], rows[1][layer])
     host_slots = controller.write(slots)
-    (ack,) = controller.ack_write_queue
-    assert not ack.finish_event.query()
-    ack.finish_event.synchronize()
+    controller.ack_write_queue.pop().finish_event.synchronize()
     controller.evict_device(slots)
     allocator.alloc(PAGE)  # so that they come back somewhere else
     with machine.stream(forward):
@@ -76,14 +74,16 @@ def test_host_pool_is_pinned_until_it_is_released():
     assert not any(plane.is_pinned() for plane in host.planes)
 
 
-def test_chunks_side_by_side_are_one_pinned_buffer():
+def test_every_page_of_a_buffer_in_chunks_can_be_copied_whole():
+    page = 1152
     allocator = HostTensorAllocator(LoadedCudart(), chunk_bytes=1 << 16)
-    buffer = allocator.allocate((1 << 20,), torch.uint8, "cpu")
-    allocator.register(buffer, 1152)
+    buffer = allocator.allocate((1024, page), torch.uint8, "cpu")
+    allocator.register(buffer, page)
     assert len(allocator.ranges) > 1
-    device = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    buffer.copy_(torch.arange(1 << 20) % 251)
-    device.copy_(buffer, non_blocking=True)
+    buffer.copy_((torch.arange(buffer.numel()) % 251).view(buffer.shape))
+    device = torch.empty_like(buffer, device="cuda")
+    for number in range(len(buffer)):
+        device[number].copy_(buffer[number], non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(device.cpu(), buffer)
     allocator.release()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from refcache.errors import HostRegisterError
+from refcache.errors import HostRegisterError, InvalidArgument
 from refcache.pool import (
     HostTensorAllocator,
     LoadedCudart,
@@ -73,6 +73,20 @@ def test_buffer_is_registered_whole_and_in_chunks_that_split_no_page():
     assert cudart.registered == {}
     allocator.release()
     assert cudart.error == 0
+
+
+def test_buffer_is_one_range_that_starts_with_its_storage():
+    cudart = FakeCudart()
+    allocator = HostTensorAllocator(cudart)
+    buffer = alloc_with_host_register((3, PAGE + 8), torch.int16, "cpu", True, allocator, 2 * 8)
+    assert cudart.all == [(buffer.untyped_storage().data_ptr(), 2 * 3 * (PAGE + 8))]
+    assert buffer.data_ptr() % PAGE == 0
+
+
+def test_memory_that_is_none_or_elsewhere_is_refused():
+    for dims, device in (((0, 2), "cpu"), ((2,), "meta")):
+        with pytest.raises(InvalidArgument):
+            HostTensorAllocator().allocate(dims, torch.int8, device)
 
 
 def test_page_larger_than_a_chunk_is_registered_whole():

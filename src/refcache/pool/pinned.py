@@ -4,8 +4,10 @@ Pinned means registered with ``cudaHostRegister``. The rules, each of which was 
 
 * a return code that is not 0 is an error, and what was registered before it is undone;
 * a refused registration leaves an error behind that the next CUDA call would raise: it is cleared;
-* a large buffer is registered in chunks, and a chunk never ends inside a KV page (a copy of one
-  page by the copy engine must not cross two registrations) nor inside a page of the system;
+* the copy engine refuses a copy that crosses two registrations, so a buffer is one range; where it
+  must be registered in chunks, none ends inside a KV page (or inside a page of the system), and no
+  copy may be longer than a page;
+* the range starts where the tensor's storage does: ``Tensor.is_pinned`` looks at that byte only;
 * where a device sees registered memory at another address than the host, a kernel that is given the
   host's address faults: such memory is refused;
 * ranges are unregistered when the memory is released.
@@ -15,15 +17,15 @@ storage backends, and the check that enough host memory is free.
 """
 
 import ctypes
+import mmap
 from math import lcm, prod
 from typing import Any, Protocol
 
 import torch
 
-from refcache.errors import HostRegisterError
+from refcache.errors import HostRegisterError, InvalidArgument
 
-SYSTEM_PAGE = 4096  # bytes
-REGISTER_CHUNK = 1 << 30  # bytes; a registration is one system call, a large one takes seconds
+SYSTEM_PAGE = mmap.PAGESIZE  # bytes
 
 
 class Cudart(Protocol):
@@ -75,26 +77,31 @@ class HostTensorAllocator:
 
     Args:
         cudart: who registers; None where there is no device: memory then counts as pinned.
-        chunk_bytes: the most that is registered at once, unless one page is larger.
+        chunk_bytes: the most that is registered at once, unless one page is larger; None: no limit.
 
     Attributes:
         ranges: address and bytes of every registered range.
     """
 
-    def __init__(self, cudart: Cudart | None = None, chunk_bytes: int = REGISTER_CHUNK) -> None:
+    def __init__(self, cudart: Cudart | None = None, chunk_bytes: int | None = None) -> None:
         self.cudart = cudart
         self.chunk_bytes = chunk_bytes
         self.ranges: list[tuple[int, int]] = []
 
     def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-        """A zeroed tensor that starts at a page of the system."""
+        """A zeroed tensor whose storage starts at a page of the system.
+
+        Raises:
+            InvalidArgument: ``device`` is not "cpu", or there is nothing to allocate.
+        """
         size = prod(dims) * dtype.itemsize
-        raw = torch.zeros(size + SYSTEM_PAGE, dtype=torch.uint8, device=device)
-        start = -raw.data_ptr() % SYSTEM_PAGE
-        return raw[start : start + size].view(dtype).view(dims)
+        if device != "cpu" or size == 0:
+            raise InvalidArgument(f"host memory {dims} on {device!r}: expected some, on 'cpu'")
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=dtype).view(dims)
 
     def register(self, buffer: torch.Tensor, page_bytes: int) -> None:
-        """Pin ``buffer``, in chunks of whole KV pages of ``page_bytes``.
+        """Pin ``buffer``, as one range or in chunks of whole KV pages of ``page_bytes``.
 
         Raises:
             HostRegisterError: a call was refused, or the device sees the memory elsewhere; nothing
@@ -102,9 +109,11 @@ class HostTensorAllocator:
         """
         if self.cudart is None:
             return
-        unit = lcm(page_bytes, SYSTEM_PAGE)
-        step = max(1, self.chunk_bytes // unit) * unit
         address, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
+        step = size
+        if self.chunk_bytes is not None:
+            unit = lcm(page_bytes, SYSTEM_PAGE)
+            step = max(1, self.chunk_bytes // unit) * unit
         before = len(self.ranges)
         for start in range(0, size, step):
             chunk = (address + start, min(step, size - start))
