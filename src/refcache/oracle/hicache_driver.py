@@ -272,6 +272,10 @@ class HiCacheDriver(TreeDriver):
     def _poll(self) -> None:
         self.on_target(self.tree.check_hicache_events)
 
+    def _before_reset(self) -> None:
+        if "fences" not in self.target.capabilities:
+            self._settle_all()
+
     def _start_loads(self) -> None:
         index = self.on_target(self.tree.ready_to_load_host_cache)
         if index >= 0:
@@ -382,6 +386,8 @@ class HiCacheDriver(TreeDriver):
         self.consumer = -1
         self._results = machine.Event()
         self._results.record(self.forward_stream)
+        if "fences" not in self.target.capabilities:
+            self._on_machine(self._results.synchronize)
 
     def _cache(self, req: Request) -> None:
         self._on_machine(self._results.synchronize)

@@ -10,6 +10,10 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``minimal_evict``: ``evict`` stops as soon as enough is free;
 * ``hicache``: :meth:`Target.hicache` makes a two-tier cache on a simulated machine;
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
+* ``fences``: copies are ordered against forwards by streams alone; a reset waits for copies.
+  Without it the state suite waits: for each forward, as a loop without overlap does, and for
+  copies before a reset;
+* ``exact``: with the same calls it makes the same choices as SGLang 0.5.10;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
@@ -20,8 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, UnknownName
 from refcache.keys import RadixKey
+from refcache.oracle.exact import PROFILES
 from refcache.oracle.host_view import HostView
 from refcache.oracle.view import TreeView
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
@@ -35,6 +40,8 @@ CAPABILITIES = frozenset(
         "minimal_evict",
         "hicache",
         "streams",
+        "fences",
+        "exact",
         "refuses_misuse",
     }
 )
@@ -46,7 +53,10 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache under test is built. Sizes are in tokens; ``size`` is a multiple of the page."""
+    """How a cache under test is built. Sizes are in tokens; ``size`` is a multiple of the page.
+
+    ``profile`` holds every choice against the reference's (:mod:`refcache.oracle.exact`).
+    """
 
     page_size: int = 1
     size: int = 16
@@ -56,12 +66,16 @@ class CacheConfig:
     enable_kv_cache_events: bool = False
     max_requests: int = 4
     context_length: int = 64
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.size < self.page_size or self.size % self.page_size:
             raise InvalidArgument(
                 f"size={self.size}, page_size={self.page_size}: expected whole pages, at least one"
             )
+
+        if self.profile is not None and self.profile not in PROFILES:
+            raise UnknownName("profile", self.profile, PROFILES)
 
     @property
     def pages(self) -> int:

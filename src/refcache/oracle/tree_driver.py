@@ -47,7 +47,8 @@ class TreeDriver(Driver):
         self.requests: list[Request] = []
         self.holds: list[tuple[Any, Prefix]] = []
         self.kv: dict[int, tuple[str | None, tuple[int, ...]]] = {}
-        self.events = EventReplay() if c.enable_kv_cache_events else None
+        emits = c.enable_kv_cache_events and "events" in target.capabilities
+        self.events = EventReplay() if emits else None
         self._names = 0
         self.check()
 
@@ -249,6 +250,7 @@ class TreeDriver(Driver):
         """Forget everything, as ``flush_cache`` does when nothing runs."""
         if self.requests or self.holds:
             return
+        self._before_reset()
         self.on_target(self.tree.reset)
         self.on_target(self.allocator.clear)
         self.on_target(self.rows.clear)
@@ -273,6 +275,9 @@ class TreeDriver(Driver):
         )
 
     # ---- what the steps are made of --------------------------------------------------------------
+
+    def _before_reset(self) -> None:
+        """What a caller must have waited for."""
 
     def _pick(self, index: int) -> Request | None:
         return self.requests[index % len(self.requests)] if self.requests else None
@@ -656,6 +661,12 @@ class TreeDriver(Driver):
             ],
             cached=self.ledger.cached,
         )
+
+    def choices(self) -> dict[str, Any]:
+        chosen: dict[str, Any] = {f"slots of {r.rid}": self._row(r) for r in self.requests}
+        for (space, elements), page in self.ledger.cached.items():
+            chosen[f"page cached for {list(elements)} in namespace {space!r}"] = page
+        return chosen
 
     def describe(self) -> str:
         lines = [f"free pages: {self.ledger.free}"]

@@ -4,26 +4,40 @@ The adapter makes objects and translates data; it decides nothing. Requests are 
 token ids that the release's own ``Req`` has, and nodes are shown with refcache's keys.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.peers import guard
+from refcache.keys import RadixKey
+from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.host_view import HostView
+from refcache.oracle.peers import guard, hicache
 from refcache.oracle.peers.engine import VERSIONS, Engine, load, unpacked
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.view import TreeView, inspect_radix
 from refcache.oracle.violation import Violation
 
+CAPABILITIES = frozenset({"allocator", "tree", "inspect", "minimal_evict", "hicache"})
+VARIANTS = {
+    "": frozenset[str](),
+    "events": frozenset({"events"}),
+    "overlap": frozenset({"fences"}),
+}
+"""What ``sglang:VERSION+VARIANT`` is held to beyond the plain target: its KV events tell what is
+cached; streams alone order its copies against forwards, and a reset waits for copies."""
+
 
 class SglangTarget(Target):
     """Releases before the unified tree: 0.5.10 and 0.5.12."""
 
-    capabilities = frozenset({"allocator", "tree", "inspect", "events", "minimal_evict"})
-
-    def __init__(self, version: str, name: str | None = None) -> None:
+    def __init__(self, version: str, variant: str = "") -> None:
+        """``variant``: a capability more than the release is known to keep; see ``VARIANTS``."""
+        self.capabilities = CAPABILITIES | VARIANTS[variant]
         self.engine: Engine = load(version)
-        self.name = name or f"sglang:{version}"
+        self.name = f"sglang:{version}{variant and f'+{variant}'}"
         params = self.engine.params
         self.RadixKey = self.engine.radix_cache.RadixKey
         self.MatchPrefixParams = params.MatchPrefixParams
@@ -31,6 +45,7 @@ class SglangTarget(Target):
         self.EvictParams = params.EvictParams
         self.InitLoadBackParams = params.InitLoadBackParams
         self._paged_class = watched(self.engine.allocator.PagedTokenToKVPoolAllocator)
+        self._rows_class = readable(self.engine.module("mem_cache.memory_pool").ReqToTokenPool)
         self._tree_class = with_lists(self.engine.radix_cache.RadixCache)
 
     def allocator(self, config: CacheConfig) -> Any:
@@ -61,8 +76,38 @@ class SglangTarget(Target):
         stop_watching(allocator)
         return self._tree_class(self.init_params(config, allocator, req_to_token_pool))
 
+    def req_to_token_pool(self, config: CacheConfig) -> Any:
+        return self._rows_class(config.max_requests, config.context_length, "cpu", False)
+
     def inspect(self, tree: Any) -> TreeView:
-        return inspect_radix(tree, tree.get_child_key_fn)
+        view = inspect_radix(tree, tree.get_child_key_fn)
+        nodes = [replace(n, key=_refcache_key(n.key, tree.is_eagle)) for n in view.nodes]
+        return replace(view, nodes=tuple(nodes))
+
+    def hicache(
+        self,
+        config: HiCacheConfig,
+        runtime: Any,
+        forward_stream: Any,
+        wrap: Callable[[Any], Any],
+    ) -> HiCacheParts:
+        def allocator(pool: Any) -> Any:
+            made = wrap(self.make_allocator(config, pool))
+            stop_watching(made)
+            return made
+
+        return hicache.build(
+            self.engine,
+            config,
+            runtime,
+            allocator,
+            self.req_to_token_pool(config),
+            self.init_params,
+            with_lists,
+        )
+
+    def inspect_host(self, tree: Any) -> HostView:
+        return hicache.inspect_host(tree, self.inspect(tree))
 
 
 def watched(base: type) -> type:
@@ -103,7 +148,8 @@ def stop_watching(allocator: Any) -> None:
 def with_lists(base: type) -> type:
     """``base`` for requests whose tokens are arrays: its own ``Req`` has lists.
 
-    The methods below only turn the three fields into lists; the work is the release's own.
+    The methods below only turn the three fields into lists, and say how much a host eviction freed,
+    which the release does not return; the work is the release's own.
     """
 
     class Tree(base):  # type: ignore[misc]
@@ -113,8 +159,28 @@ def with_lists(base: type) -> type:
         def cache_finished_req(self, req: Any, is_insert: bool = True) -> Any:
             return super().cache_finished_req(_listed(req), is_insert=is_insert)
 
+        def evict_host(self, num_tokens: int) -> int:
+            before = self.token_to_kv_pool_host.available_size()
+            super().evict_host(num_tokens)
+            return int(self.token_to_kv_pool_host.available_size() - before)
+
     Tree.__qualname__ = Tree.__name__ = base.__name__
     return Tree
+
+
+def readable(base: type) -> type:
+    """The release's request rows with the read that the suites use."""
+
+    class Rows(base):  # type: ignore[misc]
+        def read(self, rows: Any, columns: Any) -> torch.Tensor:
+            found: torch.Tensor = self.req_to_token[rows, columns].to(torch.int64)
+            return found
+
+    return Rows
+
+
+def _refcache_key(key: Any, is_eagle: bool) -> RadixKey:
+    return RadixKey(list(key.token_ids), key.extra_key, is_eagle)
 
 
 def _listed(req: Any) -> Any:
@@ -131,12 +197,12 @@ def peer_target(spec: str) -> Target:
         MissingExtra: the release is not unpacked.
     """
     engine, _, rest = spec.partition(":")
-    version, _, _ = rest.partition("+")
+    version, _, variant = rest.partition("+")
     if not version:
         version = (unpacked() or VERSIONS)[-1]
-    if engine != "sglang" or version not in VERSIONS:
+    if engine != "sglang" or version not in VERSIONS or variant not in VARIANTS:
         raise InvalidArgument(
-            f"target {spec!r}: expected sglang or sglang:VERSION, VERSION one of "
-            f"{', '.join(VERSIONS)}"
+            f"target {spec!r}: expected sglang, sglang:VERSION or sglang:VERSION+VARIANT; VERSION "
+            f"one of {', '.join(VERSIONS)}, VARIANT one of {', '.join(filter(None, VARIANTS))}"
         )
-    return SglangTarget(version)
+    return SglangTarget(version, variant)

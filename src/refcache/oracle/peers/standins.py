@@ -43,6 +43,8 @@ NAMES = (
 )  # fmt: skip
 ON_TRIAL = ("sglang.srt.mem_cache", "sglang.srt.managers.cache_controller")
 FREE_MEMORY = 2**50
+LOOKED_INTO = ("__func__", "__class_validators__")
+"""What the engine's patches of ``transformers`` look up; other such names do not exist."""
 
 
 def is_on_trial(module: str) -> bool:
@@ -64,7 +66,7 @@ class _Inert(type):
         super().__init__(name, bases, body)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in LOOKED_INTO:
             raise AttributeError(name)
         made = inert(name, cls.__module__)
         setattr(cls, name, made)
@@ -121,7 +123,7 @@ class StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         kernels = self.__name__ == "sgl_kernel.kvcacheio"
-        made = copies.missing(name) if kernels else inert(name, self.__name__)
+        made = copies.kernel(name) if kernels else inert(name, self.__name__)
         setattr(self, name, made)
         return made
 
@@ -136,9 +138,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == "sgl_kernel.kvcacheio":
-            for name in copies.KERNELS:
-                setattr(module, name, getattr(copies, name))
         if module.__name__ == "psutil":
             probe = SimpleNamespace(available=FREE_MEMORY, total=FREE_MEMORY)
             module.virtual_memory = lambda: probe  # type: ignore[attr-defined]
