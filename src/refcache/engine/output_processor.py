@@ -59,7 +59,9 @@ class SchedulerOutputProcessorMixin:
             if req.finished_reason is not None or req.is_retracted:
                 continue
             req.output_ids.append(token)
-            if req.check_finished():
+            # most requests go on: ask those that may not
+            last = len(req.output_ids) >= req.max_new_tokens
+            if (last or req.to_finish or req.stop_token_ids) and req.check_finished():
                 self._finish(req)
         self.token_to_kv_pool_allocator.free_group_end()
 
