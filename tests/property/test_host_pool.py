@@ -170,6 +170,7 @@ def test_alloc_takes_whole_pages_from_the_front_and_free_adds_to_the_end():
     a, b = host.alloc(4), host.alloc(2)
     assert (a.tolist(), b.tolist()) == ([0, 1, 2, 3], [4, 5])
     assert host.free(torch.tensor([2, 3])) == 2
+    assert host.free(torch.tensor([], dtype=torch.long)) == 0
     assert host.free(b.to(torch.int32)) == 2
     assert host.free_slots.tolist() == [*range(6, 18), 2, 3, 4, 5]
     assert host.alloc(14).tolist() == [*range(6, 18), 2, 3]

@@ -170,6 +170,23 @@ def test_host_pool_whose_second_plane_is_refused_unregisters_the_first():
     del caught
 
 
+def test_loaded_cudart_is_torchs(monkeypatch):
+    opened = []
+    monkeypatch.setattr("ctypes.CDLL", lambda name: opened.append(name))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    LoadedCudart()
+    assert opened == ["libcudart.so.13"]
+
+
+def test_host_pool_of_a_cuda_device_registers_with_cudas_runtime(monkeypatch):
+    cudart = FakeCudart()
+    monkeypatch.setattr("refcache.pool.host.LoadedCudart", lambda: cudart)
+    device = device_pool(5)
+    device.device = "cuda:0"
+    MHATokenToKVPoolHost(device, 2.0, 0, 2, "layer_first", backend="reference")
+    assert len(cudart.all) == 1
+
+
 def test_loaded_cudart_calls_the_library():
     def get_pointer(seen, address, flags):
         seen._obj.value = address.value + 1

@@ -500,6 +500,7 @@ def test_equal_slots_of_two_pools_are_different_cells(machine):
 
 def test_without_a_tracker_nothing_is_reported_and_regions_are_not_looked_at():
     machine = SimulatedRuntime(lazy)
+    machine.host_access("touch", nothing, writes=[None])
     for _ in range(2):
         with machine.stream(machine.Stream()):
             machine.launch("write", lambda i: None, writes=[None], indices=(torch.zeros(1),))
@@ -533,3 +534,21 @@ def test_immediate_machine_has_the_whole_vocabulary():
     machine.record_stream(source, stream)
     for wait in (event.synchronize, stream.synchronize, machine.host_sync, machine.synchronize):
         wait()
+
+
+def test_run_next_runs_one_launch_of_a_stream_that_can_go_on(machine, ran):
+    side, blocked = machine.Stream("side"), machine.Stream("blocked")
+    with machine.stream(side):
+        machine.launch("a", nothing)
+        machine.launch("b", nothing)
+    blocked.wait_stream(side)
+    with machine.stream(blocked):
+        machine.launch("c", nothing)
+    machine.run_next(side)
+    assert ran() == ["a"]
+    for stream in (blocked, machine.default_stream()):
+        with pytest.raises(InvalidArgument, match="may run"):
+            machine.run_next(stream)
+    machine.run_next(side)
+    machine.run_next(blocked)
+    assert ran() == ["a", "b", "c"]
