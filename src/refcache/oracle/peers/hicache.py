@@ -138,7 +138,10 @@ def one_rank_group() -> None:
     """The default process group: one rank, gloo, no network."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1  # type: ignore[attr-defined]
+            "gloo",
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,  # type: ignore[attr-defined]
         )
 
 

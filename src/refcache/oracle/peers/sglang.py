@@ -5,7 +5,7 @@ token ids that the release's own ``Req`` has, and nodes are shown with refcache'
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,12 @@ VARIANTS = {
     "": frozenset[str](),
     "events": frozenset({"events"}),
     "overlap": frozenset({"fences"}),
+    "kernels": frozenset[str](),
 }
 """What ``sglang:VERSION+VARIANT`` is held to beyond the plain target: its KV events tell what is
-cached; streams alone order its copies against forwards, and a reset waits for copies."""
+cached; streams alone order its copies against forwards, and a reset waits for copies. ``kernels``:
+0.5.23's paged allocator with its Triton kernels, instead of the plain functions it has for a CPU
+(earlier releases always use their kernels)."""
 
 
 class SglangTarget(Target):
@@ -37,13 +40,14 @@ class SglangTarget(Target):
         """``variant``: a capability more than the release is known to keep; see ``VARIANTS``."""
         self.capabilities = CAPABILITIES | VARIANTS[variant]
         self.engine: Engine = load(version)
+        self.kernels = variant == "kernels"
         self.name = f"sglang:{version}{variant and f'+{variant}'}"
         params = self.engine.params
         self.RadixKey = self.engine.radix_cache.RadixKey
         self.MatchPrefixParams = params.MatchPrefixParams
         self.InsertParams = params.InsertParams
         self.EvictParams = params.EvictParams
-        self.InitLoadBackParams = params.InitLoadBackParams
+        self.InitLoadBackParams = load_back_params(params.InitLoadBackParams)
         self._paged_class = watched(self.engine.allocator.PagedTokenToKVPoolAllocator)
         self._rows_class = readable(self.engine.module("mem_cache.memory_pool").ReqToTokenPool)
         self._tree_class = with_lists(self.engine.radix_cache.RadixCache)
@@ -56,9 +60,11 @@ class SglangTarget(Target):
             return self.engine.allocator.TokenToKVPoolAllocator(
                 config.size, torch.int64, "cpu", pool, config.need_sort
             )
-        return self._paged_class(
+        made = self._paged_class(
             config.size, config.page_size, torch.int64, "cpu", pool, config.need_sort
         )
+        made.use_triton_kernels = self.kernels
+        return made
 
     def init_params(self, config: CacheConfig, allocator: Any, rows: Any, **more: Any) -> Any:
         return self.engine.module("mem_cache.cache_init_params").CacheInitParams(
@@ -80,7 +86,8 @@ class SglangTarget(Target):
         return self._rows_class(config.max_requests, config.context_length, "cpu", False)
 
     def inspect(self, tree: Any) -> TreeView:
-        view = inspect_radix(tree, tree.get_child_key_fn)
+        own = getattr(tree, "get_child_key_fn", None)
+        view = inspect_radix(tree, own or (lambda key: key.child_key(tree.page_size)))
         nodes = [replace(n, key=_refcache_key(n.key, tree.is_eagle)) for n in view.nodes]
         return replace(view, nodes=tuple(nodes))
 
@@ -166,6 +173,16 @@ def with_lists(base: type) -> type:
 
     Tree.__qualname__ = Tree.__name__ = base.__name__
     return Tree
+
+
+def load_back_params(base: type) -> Any:
+    """The release's parameters; from 0.5.11 on the node has another name."""
+    names = [field.name for field in fields(base)]
+
+    def make(last_host_node: Any, host_hit_length: int, mem_quota: int | None = None) -> Any:
+        return base(**{names[0]: last_host_node, names[1]: host_hit_length, "mem_quota": mem_quota})
+
+    return make
 
 
 def readable(base: type) -> type:
