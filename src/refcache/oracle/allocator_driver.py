@@ -157,6 +157,9 @@ class AllocatorDriver(Driver):
     def check(self) -> None:
         self._available()
 
+    def choices(self) -> dict[str, Any]:
+        return {f"slots of sequence {i}": slots for i, slots in enumerate(self.sequences)}
+
     def describe(self) -> str:
         lines = [f"free pages: {sorted(self.free)}"]
         if self.queued is not None:

@@ -46,7 +46,6 @@ SENTENCES: dict[str, str] = {
     "E3": "evict frees less than requested only if nothing unlocked is left",
     "AL1": "new slots fill the old last page, then whole new pages, in the order of the tokens",
     "AL2": "an allocation fails only for lack of pages, returns None, and then changes nothing",
-    "AL3": "sorting the free list changes which page comes next, never how many there are",
     "N1": "a page keeps one hash for life, and two different prefixes never share one",
     "N2": "replaying the KV events gives the pages that are cached; parents come before children, "
     "removals after stores",
@@ -71,7 +70,7 @@ SENTENCES: dict[str, str] = {
     "Z3": "an operation that fails or is refused leaves the state as it was",
     "PROGRESS": "each step of the loop computes tokens or finishes a request, until all have",
     "BUDGET": "what the tree and the allocator call free or evictable can be allocated",
-    "DIFF": "under an exact profile, every answer equals the reference's",
+    "DIFF": "under an exact profile, every choice is the reference's",
     "REFUSE": "a misuse is refused with an error and leaves the state as it was",
     "crash": "a call that the contract allows returns without an exception",
 }

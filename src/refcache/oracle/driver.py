@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from refcache.oracle.target import CacheConfig, Target
+from refcache.oracle.exact import PROFILES, difference, on_the_reference
+from refcache.oracle.target import CacheConfig, Target, resolve
 from refcache.oracle.violation import Violation
 
 P = ParamSpec("P")
@@ -44,6 +45,15 @@ class Driver:
         self.call_log: list[Call] = []
         self.found: Violation | None = None
         self._noted: Violation | None = None
+        self.reference = self._reference()
+
+    def _reference(self) -> "Driver | None":
+        """The same driver over the reference that the configuration's profile names."""
+        if self.config.profile is None:
+            return None
+        config = {f.name: getattr(self.config, f.name) for f in fields(self.Config)}
+        with on_the_reference():
+            return type(self)(resolve(PROFILES[self.config.profile]), **config | {"profile": None})
 
     @property
     def calls(self) -> int:
@@ -87,6 +97,19 @@ class Driver:
         """End everything that runs and see that nothing is left over; a step."""
         raise NotImplementedError
 
+    def choices(self) -> dict[str, Any]:
+        """Everything the target was free to choose and that can be seen, by name."""
+        return {}
+
+    def _follow(self, name: str, args: tuple[Any, ...]) -> None:
+        """Make the step on the reference too, and compare the choices."""
+        if self.reference is None:
+            return
+        with on_the_reference():
+            getattr(self.reference, name)(*args)
+        evidence = difference(self.choices(), self.reference.choices())
+        self.require(evidence is None, "DIFF", evidence or "")
+
     def describe(self) -> str:
         """The state as the ledger has it, one line an owner."""
         return ""
@@ -125,6 +148,7 @@ def step(
         try:
             method(self, *args, **kwargs)
             self.check()
+            self._follow(method.__name__, given)
         except Violation as violation:
             violation.call = line
             violation.steps = tuple(self.log)

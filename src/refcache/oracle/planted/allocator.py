@@ -90,6 +90,15 @@ def _rows_shared(original: Function) -> Function:
     return free
 
 
+def _freed_to_the_end(original: Function) -> Function:
+    def _give_back(self: Any, pages: torch.Tensor) -> None:
+        original(self, pages)
+        if not self.need_sort:
+            self.free_pages = self.free_pages.roll(-len(pages))
+
+    return _give_back
+
+
 BUGS = (
     PlantedBug(
         "launch-before-capacity-check",
@@ -162,5 +171,13 @@ BUGS = (
         "refcache.pool.req_to_token:ReqToTokenPool.free",
         _rows_shared,
         "tree.state",
+    ),
+    PlantedBug(
+        "freed-pages-go-last",
+        "slip",
+        "freed pages go to the end of the free list instead of its front",
+        f"{PAGED}._give_back",
+        _freed_to_the_end,
+        "allocator.exact",
     ),
 )

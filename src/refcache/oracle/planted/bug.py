@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from refcache.errors import InvalidArgument
+from refcache.oracle.exact import reference_turn
 
 
 @dataclass
@@ -64,6 +65,8 @@ class PlantedBug:
 
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
+            if reference_turn():
+                return original(*args, **kwargs)
             use.count += 1
             return changed(*args, **kwargs)
 

@@ -1,6 +1,7 @@
 """Bugs planted in the radix tree."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -184,6 +185,33 @@ def _delta_of_path(original: Function) -> Function:
     return inc_lock_ref
 
 
+def _no_refresh(original: Function) -> Function:
+    def _match_prefix_helper(self: Any, node: Any, key: Any) -> Any:
+        before = {n: n.last_access_time for n in self.nodes()}
+        found = original(self, node, key)
+        for known, time in before.items():
+            known.last_access_time = time
+        return found
+
+    return _match_prefix_helper
+
+
+def _chunks_counted(original: Function) -> Function:
+    def _inc_hit_count(self: Any, node: Any, params: Any, done: int) -> None:
+        original(self, node, replace(params, chunked=False), done)
+
+    return _inc_hit_count
+
+
+def _split_forgets_hits(original: Function) -> Function:
+    def _split_node(self: Any, child: Any, split_len: int) -> Any:
+        upper = original(self, child, split_len)
+        upper.hit_count = 0
+        return upper
+
+    return _split_node
+
+
 BUGS = (
     PlantedBug(
         "abort-frees-cached-chunks",
@@ -336,5 +364,29 @@ BUGS = (
         f"{CACHE}.inc_lock_ref",
         _delta_of_path,
         "tree.state",
+    ),
+    PlantedBug(
+        "match-refreshes-nothing",
+        "slip",
+        "a match does not refresh the access time of its path",
+        f"{TREE}._match_prefix_helper",
+        _no_refresh,
+        "tree.exact",
+    ),
+    PlantedBug(
+        "chunks-count-as-hits",
+        "slip",
+        "the chunks of one prompt count as hits of its own prefix",
+        f"{TREE}._inc_hit_count",
+        _chunks_counted,
+        "tree.exact",
+    ),
+    PlantedBug(
+        "split-forgets-hits",
+        "slip",
+        "the upper half of a split starts without hits",
+        f"{TREE}._split_node",
+        _split_forgets_hits,
+        "tree.exact",
     ),
 )
