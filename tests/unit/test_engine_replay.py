@@ -12,6 +12,7 @@ import torch
 
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import replay as module
+from refcache.oracle import replay_state
 from refcache.oracle.replay import CountingRadixCache, ReplayConfig, replay, replay_tree
 from refcache.oracle.violation import Violation
 from refcache.oracle.workload import TraceRequest, read_trace, synthesize
@@ -191,9 +192,11 @@ def test_a_page_with_two_owners_is_caught_at_the_step(monkeypatch):
 
 
 def test_every_rule_is_checked_now_and_then(monkeypatch):
-    monkeypatch.setattr(module, "STATE_EVERY", 4)
+    monkeypatch.setattr(replay_state, "STATE_EVERY", 4)
     result = replay(small(), ReplayConfig(64, 8192))
-    assert result.states_checked == result.steps // 4
+    assert result.states_checked == result.steps // 4 + 1  # and at the end
+    monkeypatch.setattr(replay_state, "TOKENS_A_STEP", 1)
+    assert replay(small(), ReplayConfig(64, 8192)).states_checked == 1
     monkeypatch.setattr(module, "CountingRadixCache", LosesALock)
     with pytest.raises(Exception, match=r"lock|free|C-READ|A\d|L1"):
         replay(small(), ReplayConfig(64, 8192))

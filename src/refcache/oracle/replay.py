@@ -14,6 +14,8 @@ sampled   a prefill: every row; a decode step:   sums after each step; every rul
 off       none                                   none
 ========  =====================================  ================================================
 
+Every rule is also checked at the end; with more than 3 M tokens cached, it comes more rarely.
+
 Without a bound on the device memory no KV bytes are kept (they would be too many): then no row is
 checked, and :attr:`ReplayResult.kv_kept` says so.
 
@@ -47,8 +49,7 @@ from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.scheduler import Scheduler
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.keys import TOKEN, RadixKey
-from refcache.oracle.invariants import RequestView, State, check_state, check_sums
-from refcache.oracle.view import inspect_radix
+from refcache.oracle.replay_state import StateCheck
 from refcache.oracle.violation import Violation
 from refcache.oracle.workload import BLOCK, TraceRequest
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
@@ -66,7 +67,6 @@ from refcache.types import (
 )
 
 CHECKS = ("every", "sampled", "off")
-STATE_EVERY = 256  # steps between two checks of every rule
 STUCK = 8  # steps in a row that may launch nothing
 CHUNK = 32768  # tokens of a prefill step: fewer, larger steps cost less here
 QUEUE = 16  # requests kept waiting, so that a batch never lacks candidates
@@ -235,7 +235,7 @@ def replay(
     trace = list(requests)[: config.limit]
     counts = _Counts(len(trace), progress)
     scheduler = _scheduler(trace, config, counts)
-    state = _StateCheck(scheduler, config)
+    state = StateCheck(scheduler, config.check)
     began = time.perf_counter()
     steps = idle = submitted = 0
     keep = 1 if config.serial else QUEUE
@@ -254,7 +254,8 @@ def replay(
             scheduler.finished_reqs.clear()
             if idle > STUCK:
                 raise Violation("PROGRESS", f"{idle} steps in a row launched nothing")
-            state.after_step(steps)
+            state.after_step()
+        state.every_rule()
     except Violation as violation:
         violation.call = f"step {steps} of the replay, {counts.finished} requests finished"
         raise
@@ -352,83 +353,6 @@ def _scheduler(
         observer=observer,
         keep_kv=not unlimited,
     )
-
-
-class _StateCheck:
-    """The state's part of the checks. ``checked``: how often every rule was."""
-
-    def __init__(self, scheduler: Scheduler, config: ReplayConfig) -> None:
-        self.scheduler = scheduler
-        self.tree: RadixCache = scheduler.tree_cache
-        self.allocator = scheduler.token_to_kv_pool_allocator
-        self.page = config.page_size
-        self.mode = config.check
-        self.checked = 0
-
-    def after_step(self, step: int) -> None:
-        if self.mode == "off":
-            return
-        page = self.page
-        running = [r for r in self.scheduler.live_reqs.values() if r.req_pool_idx is not None]
-        check_sums(
-            self.allocator.available_size(),
-            self.tree.evictable_size(),
-            self.tree.protected_size(),
-            sum([-(-r.kv_allocated_len // page) * page - r.cache_protected_len for r in running]),
-            self.allocator.size,
-        )
-        if step % STATE_EVERY == 0:
-            check_state(self.state(running))
-            self.checked += 1
-        elif self.mode == "every" and not self.one_owner_each(running):
-            check_state(self.state(running), ["P0", "P1"])
-
-    def one_owner_each(self, running: list[Req]) -> bool:
-        """Whether every page has exactly one owner: free, the tree, or one request."""
-        table, page = self.scheduler.req_to_token_pool.req_to_token, self.page
-        slots = [node.value[::page] for node in self.tree.nodes() if node.value is not None]
-        for req in running:
-            own = table[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len : page]
-            slots.append(own.long())
-        pages = torch.cat([self.free_pages(), torch.cat(slots) // page])
-        owners = torch.bincount(pages, minlength=self.allocator.num_pages + 1)
-        return (
-            len(owners) == self.allocator.num_pages + 1
-            and int(owners[0]) == 0
-            and bool((owners[1:] == 1).all())
-        )
-
-    def free_pages(self) -> torch.Tensor:
-        return torch.cat([self.allocator.free_pages, self.allocator.release_pages])
-
-    def transfer_holders(self) -> list[TreeNode]:
-        """The nodes that copies in flight have locked."""
-        if not isinstance(self.tree, HiRadixCache):
-            return []
-        copies = list(self.tree.ongoing_load_back.values())
-        if self.tree.write_policy != "write_back":
-            copies += self.tree.ongoing_write_through.values()
-        return [nodes[-1] for nodes in copies]
-
-    def state(self, running: list[Req]) -> State:
-        table, page = self.scheduler.req_to_token_pool.req_to_token, self.page
-        return State(
-            view=inspect_radix(self.tree, lambda key: key.child_key(page)),
-            page_size=page,
-            pages=self.allocator.num_pages,
-            free=self.free_pages(),
-            holders=[r.last_node for r in running] + self.transfer_holders(),
-            requests=[
-                RequestView(
-                    name=f"request {r.rid}",
-                    row=table[r.req_pool_idx, : r.kv_allocated_len],
-                    cache_protected_len=r.cache_protected_len,
-                    last_node=r.last_node,
-                    row_number=r.req_pool_idx,
-                )
-                for r in running
-            ],
-        )
 
 
 @dataclass(frozen=True)
