@@ -139,9 +139,9 @@ def one_rank_group() -> None:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "gloo",
-            store=torch.distributed.HashStore(),
+            store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
             rank=0,
-            world_size=1,  # type: ignore[attr-defined]
+            world_size=1,
         )
 
 
