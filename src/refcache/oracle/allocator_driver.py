@@ -114,8 +114,11 @@ class AllocatorDriver(Driver):
 
     @step
     def draft(self, pages: int) -> None:
-        """Allocate for draft tokens and take it back, as speculative decoding does."""
-        if self.queued is not None:
+        """Allocate for draft tokens and take it back, as speculative decoding does.
+
+        Nothing on an allocator without that pair of methods, which not every release has.
+        """
+        if self.queued is not None or not hasattr(self.subject, "backup_state"):
             return
         state = self.on_target(self.subject.backup_state)
         self.on_target(self.subject.alloc, pages * self.page_size)

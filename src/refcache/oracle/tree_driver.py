@@ -442,15 +442,20 @@ class TreeDriver(Driver):
                 f"evict({num_tokens}) freed {freed} although {list(left[0][1])} is not locked",
             )
         if "minimal_evict" in self.target.capabilities and len(calls) > 1:
+            last = self._last_victim(calls) * size
             self.require(
-                freed - calls[-1] * size < num_tokens,
+                freed - last < num_tokens,
                 "E2",
-                f"evict({num_tokens}) freed {freed}, the last {calls[-1] * size} for nothing",
+                f"evict({num_tokens}) freed {freed}, the last {last} for nothing",
             )
 
     def _must_stay(self) -> bool:
         """Whether everything that is still evictable may not be evicted."""
         return False
+
+    def _last_victim(self, calls: Sequence[int]) -> int:
+        """Pages of the victim that was chosen last, by what each call of ``free`` gave back."""
+        return calls[-1]
 
     def _forward(self, req: Request, end: int) -> None:
         """Read every slot before, write the new ones."""

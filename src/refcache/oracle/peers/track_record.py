@@ -1,0 +1,416 @@
+"""Real bugs that refcache reproduces in published releases: one short program each.
+
+``python -m refcache.oracle.peers.track_record B01 sglang:0.5.10`` runs one program and prints the
+violation (exit code 1) or that there is none (0). ``--write FILE`` runs every program on every
+unpacked release, each in a process of its own, and writes the page ``docs/track_record.md``.
+
+A program is legal use of the release. Its steps are those of a driver; the few that need more (a
+protected host node, a bare pool) say so. What is listed under a rule's name was seen in this very
+run; a release without the bug says "no violation".
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refcache.errors import InvalidArgument
+from refcache.oracle.allocator_driver import AllocatorDriver
+from refcache.oracle.driver import Driver
+from refcache.oracle.hicache_driver import HiCacheDriver
+from refcache.oracle.peers.engine import unpacked
+from refcache.oracle.target import resolve
+from refcache.oracle.tree_driver import TreeDriver
+from refcache.oracle.violation import Violation
+
+Program = Callable[[Any], None]
+SGLANG = "https://github.com/sgl-project/sglang"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bug.
+
+    Attributes:
+        bug: its number in this list; ``what``: in one sentence; ``reports``: public ones.
+        variant: of the target; ``driver``, ``config``: what is built; ``program``: the steps.
+        kind: "bug", or "policy" for behaviour that is legal and surprises.
+        releases: where it can be asked at all.
+    """
+
+    bug: str
+    what: str
+    reports: tuple[str, ...]
+    driver: type[Driver]
+    config: dict[str, Any]
+    program: Program
+    variant: str = ""
+    kind: str = "bug"
+    releases: tuple[str, ...] = ("0.5.10", "0.5.12")
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(
+    bug: str, what: str, *reports: str, driver: type[Driver], **more: Any
+) -> Callable[[Program], Program]:
+    """Register a program under ``bug``; further keywords of :class:`Case`, the rest configures."""
+    fields = {k: more.pop(k) for k in ("variant", "kind", "releases") if k in more}
+
+    def register(program: Program) -> Program:
+        CASES[bug] = Case(bug, what, reports, driver, more, program, **fields)
+        return program
+
+    return register
+
+
+def _run(d: Any, *prompts: Sequence[int]) -> None:
+    """Admit and finish each prompt, one after the other."""
+    for prompt in prompts:
+        d.admit(tuple(prompt))
+        d.cache(0)
+        d.finish(0)
+
+
+@case(
+    "B01",
+    "a load-back frees and reuses the host slots it is about to read",
+    "PR 27631", "PR 27562", "PR 26728", "PR 31427", "issue 30321",
+    driver=HiCacheDriver, write_policy="write_back", size=8, host_size=9,
+)  # fmt: skip
+def _b01(d: HiCacheDriver) -> None:
+    _run(d, (1, 1, 1))
+    d.admit((0, 0, 2, 1, 1, 0))
+    d.cache(0)
+    d.decode(0, 0)
+    d.finish(0)
+    d.admit((1, 1, 1, 1))
+    d.settle()
+
+
+@case(
+    "B02",
+    "a node with a host-backed child is listed as an evictable host leaf",
+    "PR 23537", "issue 19212",
+    driver=HiCacheDriver, write_policy="write_back", size=6, host_size=7,
+)  # fmt: skip
+def _b02(d: HiCacheDriver) -> None:
+    _run(d, (1, 1))
+    d.evict(1)
+    _run(d, (1, 1, 0))
+    d.settle()
+    d.evict(2)
+
+
+@case(
+    "B03",
+    "host eviction removes an inner node; later work below it fails or leaks",
+    "PR 23537", "issue 19212", "PR 22592",
+    driver=HiCacheDriver, write_policy="write_back", size=8, host_size=9,
+)  # fmt: skip
+def _b03(d: HiCacheDriver) -> None:
+    d.log.append("# the set of host leaves is wrong from here on (B02): no checks of it")
+    d.check = lambda: None  # type: ignore[method-assign]
+    _run(d, (0, 0, 2))
+    d.evict(1)
+    _run(d, (0, 0, 2, 1))
+    d.settle()
+    _run(d, (2, 1, 1, 1, 1, 1))
+    _run(d, (0, 0, 2))
+    d.settle()
+    d.wind_down()
+
+
+@case(
+    "B06",
+    "a split before the acknowledgement leaves half of what was written unaccounted for",
+    "PR 16946", "PR 27072", "PR 38480", "PR 38835",
+    driver=HiCacheDriver, size=8, host_size=20,
+)  # fmt: skip
+def _b06(d: HiCacheDriver) -> None:
+    _run(d, (1, 2, 3, 4))
+    submitted = _covered(d)
+    d.match((1, 2, 9))
+    if _covered(d) != submitted:
+        raise Violation(
+            "X1", f"a write of {submitted} tokens is in flight; its entry now covers {_covered(d)}"
+        )
+
+
+def _covered(d: HiCacheDriver) -> int:
+    transfers = d.target.inspect_host(d.tree).transfers
+    return sum(len(node.key) for transfer in transfers for node in transfer.handles)
+
+
+@case(
+    "B07",
+    "a load-back is not ordered after the forward that still writes the freed slots",
+    "PR 36738",
+    driver=HiCacheDriver, variant="overlap", size=3, host_size=20, write_policy="write_through",
+)  # fmt: skip
+def _b07(d: HiCacheDriver) -> None:
+    _run(d, (0, 1))
+    d.settle()
+    d.evict(2)
+    d.admit((2, 2, 2))
+    d.abort(0)
+    d.readmit(0, 1)
+
+
+@case(
+    "B11",
+    "the allocation kernel is launched before the free pages are counted, and reads past them",
+    "issue 34399", "PR 30892", "PR 34400", "PR 32780",
+    driver=AllocatorDriver, page_size=4, size=4,
+    releases=("0.5.10", "0.5.12", "0.5.23"), variant="kernels",
+)  # fmt: skip
+def _b11(d: AllocatorDriver) -> None:
+    d.alloc(1)
+    d.decode((0,))
+
+
+@case(
+    "B13",
+    "the host pool takes slots back twice, and then hands them out twice",
+    "issue 13483", "PR 13501", "PR 29310", "PR 27010",
+    driver=HiCacheDriver, page_size=2, size=16, host_size=18,
+)  # fmt: skip
+def _b13(d: HiCacheDriver) -> None:
+    pool = d.tree.token_to_kv_pool_host
+    d.log += ["slots = pool.alloc(4)  # the host pool", "pool.free(slots)", "pool.free(slots[:2])"]
+    slots = pool.alloc(4)
+    pool.free(slots)
+    pool.free(slots[:2])
+    if pool.available_size() > pool.size:
+        raise Violation("H1", f"{pool.available_size()} host slots are free, of {pool.size}")
+
+
+@case(
+    "B13d",
+    "the device allocator takes slots back twice",
+    "issue 13483", "PR 29310",
+    driver=AllocatorDriver, size=8, releases=("0.5.10", "0.5.12", "0.5.23"),
+)  # fmt: skip
+def _b13d(d: AllocatorDriver) -> None:
+    d.log += ["slots = d.subject.alloc(4)", "d.subject.free(slots)", "d.subject.free(slots[:2])"]
+    slots = d.subject.alloc(4)
+    d.subject.free(slots)
+    d.subject.free(slots[:2])
+    free = d.subject.available_size()
+    if free > d.config.size:
+        raise Violation("P1", f"{free} tokens are free, of {d.config.size}")
+
+
+@case(
+    "B19",
+    "a reset with a copy in flight forgets the copy, which then writes the next owner's slots",
+    "PR 26009", "PR 21413", "issue 21359", "PR 37177",
+    driver=HiCacheDriver, variant="overlap", size=8, host_size=20,
+)  # fmt: skip
+def _b19(d: HiCacheDriver) -> None:
+    _run(d, (1, 2, 3))
+    d.reset()
+
+
+@case(
+    "B23",
+    "write-back with a full, pinned host pool: an assertion fails",
+    "PR 27108", "PR 16909",
+    driver=HiCacheDriver, write_policy="write_back", size=6, host_size=7,
+)  # fmt: skip
+def _b23(d: HiCacheDriver) -> None:
+    _run(d, (1, 1, 1, 1))
+    d.evict(4)
+    for node in d.target.inspect(d.tree).nodes:
+        node.handle.protect_host()  # as a write to storage does
+    d.log.append("# every host node is pinned here, as a write to storage pins it; no checks")
+    d.check = lambda: None  # type: ignore[method-assign]
+    _run(d, (2, 2, 2, 2))
+    d.log.append("d.tree.evict(EvictParams(num_tokens=4))  # may free nothing, must not raise")
+    d.ledger.may_free = d.ledger.only_unlocked
+    d.on_target(d.tree.evict, d.target.EvictParams(num_tokens=4))
+
+
+@case(
+    "B26",
+    "a prefix that only chunk inserts made is never written to the host, and is lost when evicted",
+    "PR 36647", "issue 39444", "PR 39454", "PR 9776", "PR 8533",
+    driver=HiCacheDriver, kind="policy", size=16, host_size=40,
+)  # fmt: skip
+def _b26(d: HiCacheDriver) -> None:
+    d.admit((1, 2, 3, 4, 5, 6, 7, 8), None, 4)
+    d.proceed(0, 2)
+    d.abort(0)
+    d.settle()
+    d.evict(4)
+    found = d.target.inspect(d.tree).nodes
+    if not found:
+        raise Violation("W1", "tokens 1 to 4 were cached under write_through; no tier has them")
+
+
+@case(
+    "B27",
+    "one request alone counts as two hits under write_through_selective",
+    "PR 30689",
+    driver=HiCacheDriver, kind="policy", write_policy="write_through_selective",
+    size=16, host_size=40,
+)  # fmt: skip
+def _b27(d: HiCacheDriver) -> None:
+    d.admit((1, 2, 3, 4))
+    d.cache(0)
+    d.decode(0, 5)
+    d.finish(0)
+    nodes = d.target.inspect(d.tree).nodes
+    copied = [list(node.key) for node in nodes if node.host is not None]
+    if copied:
+        raise Violation("W1", f"one request was served once, and {copied[0]} has a host copy")
+
+
+@case(
+    "B31",
+    "a fourth load before the first has finished fails an assertion",
+    driver=HiCacheDriver, size=8, host_size=20,
+)  # fmt: skip
+def _b31(d: HiCacheDriver) -> None:
+    _run(d, (0, 1), (1, 1), (2, 1), (3, 1))
+    d.settle()
+    d.evict(8)
+    for first in range(4):
+        d.load_back((first, 1))
+
+
+@case(
+    "B39",
+    "KV events name a page without its namespace: two tenants' pages have one name",
+    "issue 26747", "PR 38577", "PR 36382",
+    driver=TreeDriver, variant="events", size=2, enable_kv_cache_events=True,
+)  # fmt: skip
+def _b39(d: TreeDriver) -> None:
+    d.admit((1,))
+    d.finish(0)
+    d.insert((1,), "a")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one program gave on one release: ``rule`` is empty when nothing was seen."""
+
+    rule: str
+    evidence: str
+    steps: tuple[str, ...]
+
+
+def reproduce(bug: str, spec: str) -> Outcome:
+    """Run a program on the release that ``spec`` names (``sglang:VERSION``)."""
+    if bug not in CASES:
+        raise InvalidArgument(f"bug {bug!r}: expected one of {', '.join(CASES)}")
+    chosen = CASES[bug]
+    variant = chosen.variant
+    target = resolve(spec if not variant else f"{spec}+{variant}")
+    driver = chosen.driver(target, **chosen.config)
+    try:
+        chosen.program(driver)
+    except Violation as violation:
+        evidence = re.sub(r" object at 0x\w+", "", violation.evidence)
+        return Outcome(violation.id, evidence, tuple(driver.log))
+    return Outcome("", "", tuple(driver.log))
+
+
+def _in_a_process(bug: str, version: str) -> Outcome:
+    command = [sys.executable, "-m", __spec__.name, bug, f"sglang:{version}", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode not in (0, 1):
+        return Outcome("unknown", (ran.stderr.strip().splitlines() or ["no output"])[-1], ())
+    return Outcome(**json.loads(ran.stdout.splitlines()[-1]))
+
+
+def page() -> str:
+    """Run everything; the page as Markdown."""
+    lines = [
+        "# Track record",
+        "",
+        "Bugs of published releases that refcache reproduces, each from the unmodified wheel, on a "
+        "machine without a GPU. Generated by",
+        "",
+        "```",
+        "python -m refcache.oracle.peers.track_record --write docs/track_record.md",
+        "```",
+        "",
+        "after `make peers`. One program shows one bug on one release:",
+        "",
+        "```",
+        "python -m refcache.oracle.peers.track_record B01 sglang:0.5.10",
+        "```",
+        "",
+        "A rule's name (see the catalogue) means that the rule was seen broken in this run; "
+        "*crash* is an exception on a legal call. *policy*: legal behaviour that surprises.",
+        "",
+        "| bug | what happens | SGLang reports | " + " | ".join(unpacked()) + " |",
+        "| --- | --- | --- |" + " --- |" * len(unpacked()),
+    ]
+    details = []
+    for chosen in CASES.values():
+        row, shown = [], None
+        for version in unpacked():
+            if version not in chosen.releases:
+                row.append("not asked")
+                continue
+            outcome = _in_a_process(chosen.bug, version)
+            row.append(outcome.rule or "no violation")
+            if outcome.rule and shown is None:
+                shown = (version, outcome)
+        what = chosen.what + " (*policy*)" * (chosen.kind == "policy")
+        reports = ", ".join(map(_link, chosen.reports)) or "no public report found"
+        lines.append(f"| {chosen.bug} | {what} | {reports} | {' | '.join(row)} |")
+        if shown is not None:
+            version, outcome = shown
+            steps = "\n".join(outcome.steps)
+            details += [
+                f"## {chosen.bug}, on {version}",
+                "",
+                f"{chosen.what[0].upper()}{chosen.what[1:]}.",
+                "",
+                f"```python\n{steps}\n```",
+                "",
+                f"{outcome.rule}: {outcome.evidence}",
+                "",
+            ]
+    return "\n".join([*lines, "", *details]).rstrip() + "\n"
+
+
+def _link(report: str) -> str:
+    kind, number = report.split()
+    return f"[{report}]({SGLANG}/{'pull' if kind == 'PR' else 'issues'}/{number})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see the module docstring."""
+    parser = argparse.ArgumentParser(prog="track_record", description=__doc__)
+    parser.add_argument("bug", nargs="?", choices=list(CASES))
+    parser.add_argument("target", nargs="?", default="sglang:0.5.10")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the page")
+    given = parser.parse_args(arguments)
+    if given.write is not None:
+        given.write.write_text(page())
+        return 0
+    if given.bug is None:
+        parser.error("name a bug, or --write FILE")
+    outcome = reproduce(given.bug, given.target)
+    if given.json:
+        shown = {"rule": outcome.rule, "evidence": outcome.evidence, "steps": outcome.steps}
+        print(json.dumps(shown))
+    else:
+        print("\n".join(outcome.steps))
+        print(f"{outcome.rule}: {outcome.evidence}" if outcome.rule else "no violation")
+    return 1 if outcome.rule else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
