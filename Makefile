@@ -11,7 +11,7 @@ ARGS ?=
 test nightly: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: check test lint bench nightly docs help
+.PHONY: check test lint bench nightly docs peers help
 
 check: $(INSTALLED)  ## the main job: every suite against the reference, then a replay of a small workload
 	@echo "== refcache check: every suite against the reference, then the planted bugs"
@@ -44,6 +44,12 @@ docs: $(INSTALLED)  ## the documentation, as HTML in docs/_build
 	@echo "== sphinx"
 	@$(BIN)/sphinx-build -q -W --keep-going docs docs/_build
 	@echo "docs/_build/index.html"
+
+peers: $(INSTALLED)  ## published releases of SGLang on trial: unpack their wheels, judge them
+	@echo "== peers: unpacking releases"
+	@$(BIN)/python scripts/peers.py unpack
+	@echo "== peers: one row a release, suite and write policy"
+	@$(BIN)/python scripts/peers.py verdicts $(ARGS)
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/make \1\t\2/p' Makefile

@@ -1,0 +1,113 @@
+"""Published releases as targets: what stands in, what is real, and that known bugs are seen.
+
+Each release is imported in a process of its own; without its wheel unpacked the test is skipped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refcache.errors import InvalidArgument, MissingExtra
+from refcache.oracle import resolve
+from refcache.oracle.peers import VERSIONS, engine
+from refcache.oracle.peers.track_record import CASES, reproduce
+
+ROOT = Path(__file__).parents[2]
+
+INSPECT = """
+import json, sys
+from refcache.oracle import resolve
+from refcache.oracle.peers import standins
+resolve("sglang:" + sys.argv[1])
+trial = {n: m for n, m in sys.modules.items() if standins.is_on_trial(n)}
+print(json.dumps({
+    "replaced": standins.replaced(),
+    "trial": sorted(trial),
+    "files": [m.__file__ or list(m.__path__)[0] for m in trial.values()],
+    "foreign": {n: standins.foreign_names(m) for n, m in trial.items()},
+}))
+"""
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    if found not in engine.unpacked():
+        pytest.skip(f"sglang {found} is not unpacked: make peers")
+    return found
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "aliases")])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_no_module_on_trial_is_replaced(version: str) -> None:
+    ran = python("-c", INSPECT, version)
+    assert ran.returncode == 0, ran.stderr
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    assert not set(seen["replaced"]) & set(seen["trial"])
+    assert "sglang.srt.mem_cache.radix_cache" in seen["trial"]
+    assert "sglang.srt.managers.cache_controller" in seen["trial"]
+    unpacked = str(engine.folder(version).resolve())
+    assert all(file.startswith(unpacked) for file in seen["files"])
+
+
+def test_what_the_cache_itself_takes_from_stand_ins() -> None:
+    if "0.5.10" not in engine.unpacked():
+        pytest.skip("sglang 0.5.10 is not unpacked: make peers")
+    foreign = json.loads(python("-c", INSPECT, "0.5.10").stdout.splitlines()[-1])["foreign"]
+    judged = {
+        name.removeprefix("sglang.srt."): names
+        for name, names in foreign.items()
+        if name.endswith((".radix_cache", ".hiradix_cache", ".allocator", ".cache_controller"))
+    }
+    assert judged.pop("managers.cache_controller") == [
+        "get_attention_dp_rank",  # asked only when storage is attached
+        "get_attention_tp_rank",
+        "get_attention_tp_size",
+        "is_dp_attention_enabled",
+    ]
+    assert not any(judged.values()), judged
+
+
+@pytest.mark.parametrize("bug", list(CASES))
+def test_known_bugs_are_seen(bug: str) -> None:
+    if "0.5.10" not in engine.unpacked():
+        pytest.skip("sglang 0.5.10 is not unpacked: make peers")
+    ran = python("-m", "refcache.oracle.peers.track_record", bug, "sglang:0.5.10", "--json")
+    assert ran.returncode == 1, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["rule"] != "unknown"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("sglang:9.9", "expected sglang"),
+        ("sglang:0.5.10+nonsense", "VARIANT one of"),
+    ],
+)
+def test_names_are_checked(spec: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        resolve(spec)
+
+
+def test_a_release_that_is_not_there_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REFCACHE_PEERS", str(tmp_path))
+    monkeypatch.setattr(engine, "_loaded", [])
+    with pytest.raises(MissingExtra, match="make peers"):
+        resolve("sglang:0.5.10")
+
+
+def test_an_unknown_bug_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="expected one of"):
+        reproduce("B00", "sglang:0.5.10")
