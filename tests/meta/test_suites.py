@@ -120,12 +120,12 @@ def test_unknown_suites_and_sizes_are_refused() -> None:
         run_suite("tree", NaiveTarget())
     with pytest.raises(InvalidArgument, match="max_examples=0"):
         run_suite("tree.state", NaiveTarget(), max_examples=0)
-    assert list_suites("tree") == ["tree.state", "tree.misuse"]
+    assert list_suites("tree") == ["tree.state", "tree.misuse", "tree.exact"]
     assert "allocator.misuse" in list_suites("misuse")
 
 
 @pytest.mark.parametrize(
-    ("target", "passed", "skipped"), [("naive", 5, 2), (None, 0, 7), ("refcache", 7, 0)]
+    ("target", "passed", "skipped"), [("naive", 5, 4), (None, 0, 9), ("refcache", 9, 0)]
 )
 def test_pytest_pyargs_judges_the_named_target(
     target: str | None, passed: int, skipped: int

@@ -7,8 +7,16 @@ from refcache.oracle import AllocatorDriver, Violation, resolve
 from refcache.testing import run_suite
 
 
-@pytest.mark.parametrize("suite", ["allocator.state", "allocator.misuse"])
-@pytest.mark.parametrize("target", ["refcache", "naive"])
+@pytest.mark.parametrize(
+    ("suite", "target"),
+    [
+        ("allocator.state", "refcache"),
+        ("allocator.state", "naive"),
+        ("allocator.misuse", "refcache"),
+        ("allocator.misuse", "naive"),
+        ("allocator.exact", "refcache"),
+    ],
+)
 def test_silence(suite: str, target: str) -> None:
     result = run_suite(suite, resolve(target), max_examples=settings().max_examples)
     assert result.verdict == "ok", result.failure.text if result.failure else result.reason

@@ -11,8 +11,16 @@ from refcache.testing import run_suite
 from refcache.testing.strategies import PAGE_SIZES, index, namespaces, prompts, token
 
 
-@pytest.mark.parametrize("suite", ["tree.state", "tree.misuse"])
-@pytest.mark.parametrize("target", ["refcache", "naive"])
+@pytest.mark.parametrize(
+    ("suite", "target"),
+    [
+        ("tree.state", "refcache"),
+        ("tree.state", "naive"),
+        ("tree.misuse", "refcache"),
+        ("tree.misuse", "naive"),
+        ("tree.exact", "refcache"),
+    ],
+)
 def test_silence(suite: str, target: str) -> None:
     result = run_suite(suite, resolve(target), max_examples=settings().max_examples)
     assert result.verdict == "ok", result.failure.text if result.failure else result.reason

@@ -63,10 +63,11 @@ class AllocatorMachine(DriverMachine):
 
     d: AllocatorDriver
     make: type[AllocatorDriver] = AllocatorDriver
+    profile: str | None = None
 
     @initialize(config=allocator_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = self.make(self.target, **config)
+        self.d = self.make(self.target, **config, profile=self.profile)
         self.start_driver(self.d)
 
     @rule(pages=st.integers(0, 3))
@@ -119,10 +120,11 @@ class TreeMachine(DriverMachine):
 
     d: TreeDriver
     make: type[TreeDriver] = TreeDriver
+    profile: str | None = None
 
     @initialize(config=tree_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = self.make(self.target, **config)
+        self.d = self.make(self.target, **config, profile=self.profile)
         self.start_driver(self.d)
 
     @rule(tokens=prompts, extra_key=namespaces, chunk=chunks, priority=priorities)
@@ -198,6 +200,31 @@ class TreeMachine(DriverMachine):
     @rule()
     def reset(self) -> None:
         self.d.reset()
+
+
+def unsorted(config: dict[str, Any]) -> dict[str, Any]:
+    """Without ``need_sort``: SGLang merges its lists by an estimate, refcache when one is short."""
+    return {**config, "need_sort": False}
+
+
+class AllocatorExactMachine(AllocatorMachine):
+    """Suite ``allocator.exact``."""
+
+    profile = "sglang-0.5.10"
+
+    @initialize(config=allocator_configs().map(unsorted))
+    def start(self, config: dict[str, Any]) -> None:
+        super().start(config)
+
+
+class TreeExactMachine(TreeMachine):
+    """Suite ``tree.exact``."""
+
+    profile = "sglang-0.5.10"
+
+    @initialize(config=tree_configs().map(unsorted))
+    def start(self, config: dict[str, Any]) -> None:
+        super().start(config)
 
 
 class AllocatorMisuseMachine(AllocatorMachine):

@@ -1,7 +1,8 @@
 """The suites by name. A name is ``part.kind``; each is one row of the verdict.
 
 Kinds: *state* makes legal calls and checks every rule; *misuse* mixes in calls that break the
-contract, which must be refused and change nothing.
+contract, which must be refused and change nothing; *exact* holds every choice against SGLang
+0.5.10's, so that a changed policy is seen.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from refcache.oracle import (
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.machines import (
+    AllocatorExactMachine,
     AllocatorMachine,
     AllocatorMisuseMachine,
     DriverMachine,
     LoopMachine,
+    TreeExactMachine,
     TreeMachine,
     TreeMisuseMachine,
 )
@@ -39,13 +42,16 @@ class Suite:
     share: float = 1.0
 
 
+EXACT = frozenset({"exact"})
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite("allocator.state", AllocatorMachine, AllocatorDriver.needs),
         Suite("allocator.misuse", AllocatorMisuseMachine, AllocatorMisuseDriver.needs, 0.5),
+        Suite("allocator.exact", AllocatorExactMachine, AllocatorDriver.needs | EXACT, 0.5),
         Suite("tree.state", TreeMachine, TreeDriver.needs),
         Suite("tree.misuse", TreeMisuseMachine, TreeMisuseDriver.needs, 0.5),
+        Suite("tree.exact", TreeExactMachine, TreeDriver.needs | EXACT, 0.5),
         Suite("loop.state", LoopMachine, LoopDriver.needs, 0.4),
         Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
         Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.03),

@@ -57,6 +57,9 @@ class AllocatorSuite(PartSuite):
     def test_misuse(self) -> None:
         self.judge("allocator.misuse")
 
+    def test_exact(self) -> None:
+        self.judge("allocator.exact")
+
 
 class TreeSuite(PartSuite):
     """Suites of the part ``tree``."""
@@ -66,6 +69,9 @@ class TreeSuite(PartSuite):
 
     def test_misuse(self) -> None:
         self.judge("tree.misuse")
+
+    def test_exact(self) -> None:
+        self.judge("tree.exact")
 
 
 class LoopSuite(PartSuite):

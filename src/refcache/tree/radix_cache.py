@@ -196,12 +196,11 @@ class RadixCache(RadixTree):
             self._free(slots)
             return
         key = self._cache_key(req, committed)
-        cached = req.cache_protected_len
+        given_up = len(key)
         if is_insert and not self.disable_finished_insert:
-            result = self._insert_row(req, key, slots, chunked=False)
-            self._free(slots[req.cache_protected_len : result.prefix_len])
-            cached = len(key)
-        self._free(slots[cached:])
+            given_up = self._insert_row(req, key, slots, chunked=False).prefix_len
+        self._free(slots[req.cache_protected_len : given_up])
+        self._free(slots[len(key) :])  # apart, as in SGLang: the tail's page is used next
         self.dec_lock_ref(req.last_node)
 
     def _row(self, req: CacheReq, length: int) -> torch.Tensor:

@@ -203,15 +203,6 @@ def _chunks_counted(original: Function) -> Function:
     return _inc_hit_count
 
 
-def _split_forgets_hits(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
-        upper.hit_count = 0
-        return upper
-
-    return _split_node
-
-
 BUGS = (
     PlantedBug(
         "abort-frees-cached-chunks",
@@ -379,14 +370,6 @@ BUGS = (
         "the chunks of one prompt count as hits of its own prefix",
         f"{TREE}._inc_hit_count",
         _chunks_counted,
-        "tree.exact",
-    ),
-    PlantedBug(
-        "split-forgets-hits",
-        "slip",
-        "the upper half of a split starts without hits",
-        f"{TREE}._split_node",
-        _split_forgets_hits,
         "tree.exact",
     ),
 )
