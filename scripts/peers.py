@@ -71,8 +71,7 @@ def machine(policy: str, streams: bool) -> type[HiCacheMachine]:
             self.start_driver(self.d)
 
         if streams:
-            insert = None
-            reset = None
+            insert = insert_and_reset = reset = None
 
     return Machine
 

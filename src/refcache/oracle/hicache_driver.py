@@ -277,7 +277,7 @@ class HiCacheDriver(TreeDriver):
         return max(calls) if self.config.write_policy == "write_back" else calls[-1]
 
     def _before_reset(self) -> None:
-        if "fences" not in self.target.capabilities:
+        if "refuses_misuse" not in self.target.capabilities:  # it may neither refuse nor wait
             self._settle_all()
 
     def _start_loads(self) -> None:

@@ -10,10 +10,8 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``minimal_evict``: ``evict`` stops as soon as enough is free;
 * ``hicache``: :meth:`Target.hicache` makes a two-tier cache on a simulated machine;
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
-* ``fences``: copies are ordered against forwards by streams alone; a reset waits for copies.
-  Without it the state suite waits: for each forward, as a loop without overlap does, and for
-  copies before a reset;
-* ``exact``: with the same calls it makes the same choices as SGLang 0.5.10;
+* ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
+  for each forward before it goes on, as a loop without overlap does;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.

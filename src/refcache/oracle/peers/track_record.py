@@ -211,11 +211,16 @@ def _b13d(d: AllocatorDriver) -> None:
     "B19",
     "a reset with a copy in flight forgets the copy, which then writes the next owner's slots",
     "PR 26009", "PR 21413", "issue 21359", "PR 37177",
-    driver=HiCacheDriver, variant="overlap", size=8, host_size=20,
+    driver=HiCacheDriver, size=8, host_size=20,
 )  # fmt: skip
 def _b19(d: HiCacheDriver) -> None:
     _run(d, (1, 2, 3))
-    d.reset()
+    d.log += ["d.tree.reset()", "d.allocator.clear()"]
+    d.on_target(d.tree.reset)
+    d.on_target(d.allocator.clear)
+    left = d.target.inspect_host(d.tree).transfers
+    if left and d.machine.runnable():
+        raise Violation("Z1", f"after a reset {left[0].kind} {left[0].op} is still in flight")
 
 
 @case(
