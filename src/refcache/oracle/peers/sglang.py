@@ -30,8 +30,8 @@ VARIANTS = {
 }
 """What ``sglang:VERSION+VARIANT`` is held to beyond the plain target: its KV events tell what is
 cached; it makes the choices of profile sglang-0.5.10 (0.5.10 itself does); streams alone order its
-copies against forwards. ``kernels``: 0.5.23's paged allocator with its Triton kernels, instead of the plain functions it has for a CPU
-(earlier releases always use their kernels)."""
+copies against forwards. ``kernels``: 0.5.23's paged allocator with its Triton kernels, instead of
+the plain functions it has for a CPU (earlier releases always use their kernels)."""
 
 
 class SglangTarget(Target):

@@ -151,9 +151,10 @@ BUGS = (
         "layer = first_layer + work // layer_tiles", "layer = work // layer_tiles",
     ),
     KernelBug(
-        "kernel-one-width-for-both-planes", "sglang#27378", "V is addressed with K's strides", COPY,
-        "SRC_STRIDES, DST_STRIDES, plane, UNIT",
-        "SRC_STRIDES, DST_STRIDES, 0, UNIT",
+        "kernel-one-width-for-both-planes", "sglang#27378",
+        "the narrower plane's width is used for both (the wider one's would leave its buffer)",
+        PLAN, "rows.append(where.head_num * where.head_dim * item // unit)",
+        "rows.append(min(w.head_num * w.head_dim for w in layouts) * item // unit)",
     ),
     KernelBug(
         "kernel-16-byte-rows-only", "LMCache#2309", "what a row has beyond 16-byte units is lost",
