@@ -2,7 +2,8 @@
 
 Runs are exact repetitions: same target, seed and size, same cases. A verdict is *ok*, *violation*
 (a rule is broken, or a legal call raised), *skipped* (the target lacks a capability), or *unknown*
-(the harness itself failed).
+(the harness itself failed). A file of expected failures (:mod:`refcache.testing.xfails`) turns a
+violation into *xfail*, and ok into *xpass*.
 """
 
 import traceback
@@ -43,7 +44,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """One row of the verdict. ``failure`` is set for a violation; ``reason`` otherwise."""
+    """One row of the verdict. ``failure`` is set for a violation or an xfail; ``reason`` says why
+    the verdict is another one than ok or violation."""
 
     suite: str
     cases: int

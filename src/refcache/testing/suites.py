@@ -9,7 +9,8 @@
 A class is a part, each of its tests a kind. What the target lacks is skipped with the reason. The
 base class takes the target from ``REFCACHE_TARGET``, so ``pytest --pyargs refcache.testing`` judges
 a target without any file of its own. ``REFCACHE_EXAMPLES`` and ``REFCACHE_SEED`` set the size and
-the seed of every suite. Needs pytest.
+the seed of every suite, ``REFCACHE_XFAILS`` names a file of expected violations; the plugin
+(:mod:`refcache.testing.plugin`) has an option for each. Needs pytest.
 """
 
 import os
@@ -18,6 +19,11 @@ import pytest
 
 from refcache.oracle import Target, resolve
 from refcache.testing.run import MAX_EXAMPLES, run_suite
+from refcache.testing.xfails import Xfails, read_xfails
+
+
+class Expected(Exception):
+    """A violation that the file of expected ones names: pytest shows it as an xfail."""
 
 
 class PartSuite:
@@ -27,24 +33,38 @@ class PartSuite:
         max_examples, seed: as in :func:`refcache.testing.run_suite`; a subclass may set them.
     """
 
-    max_examples = int(os.environ.get("REFCACHE_EXAMPLES", MAX_EXAMPLES))
-    seed = int(os.environ.get("REFCACHE_SEED", 0))
+    max_examples: int | None = None
+    seed: int | None = None
+    item: pytest.Item | None = None
+
+    @pytest.fixture(autouse=True)
+    def _keep_item(self, request: pytest.FixtureRequest) -> None:
+        self.item = request.node
 
     def target(self) -> Target:
         """What is on trial; override it."""
         spec = os.environ.get("REFCACHE_TARGET")
         if spec is None:
-            pytest.skip("no target: set REFCACHE_TARGET=pkg.module:factory, or override target()")
+            pytest.skip("no target: --refcache-target pkg.module:factory, or override target()")
         return resolve(spec)
 
     def judge(self, suite: str) -> None:
         """Run a suite; a violation fails with its minimal program, not with a traceback."""
-        result = run_suite(suite, self.target(), max_examples=self.max_examples, seed=self.seed)
+        examples = self.max_examples or int(os.environ.get("REFCACHE_EXAMPLES", MAX_EXAMPLES))
+        seed = int(os.environ.get("REFCACHE_SEED", 0)) if self.seed is None else self.seed
+        path = os.environ.get("REFCACHE_XFAILS")
+        xfails = read_xfails(path) if path else Xfails()
+        result = run_suite(suite, self.target(), max_examples=examples, seed=seed)
+        result = xfails.apply(result)
         if result.verdict == "skipped":
             pytest.skip(result.reason)
+        if result.verdict in ("xfail", "xpass") and self.item is not None:
+            self.item.add_marker(pytest.mark.xfail(raises=Expected, reason=result.reason))
+        if result.verdict == "xfail" and result.failure is not None:
+            raise Expected(result.failure.text)
         if result.failure is not None:
             pytest.fail(result.failure.text, pytrace=False)
-        if result.verdict != "ok":
+        if result.verdict not in ("ok", "xpass"):
             pytest.fail(f"{suite}: {result.verdict}\n{result.reason}", pytrace=False)
 
 
