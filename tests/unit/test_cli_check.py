@@ -9,7 +9,7 @@ import pytest
 
 from refcache.cli.main import main
 from refcache.cli.workers import Hunt, Run
-from refcache.oracle.planted import all_bugs
+from refcache.oracle.planted import all_bugs, find
 from refcache.testing import Caught, Failure, SuiteResult
 
 FAILURE = Failure("P1", "a sentence", "some evidence", ("print('shown')",), "the whole text")
@@ -85,6 +85,21 @@ def test_json_of_a_real_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in verdict["planted"]] == ["page-zero-freed"]
 
 
+def run_repro(folder: Path, empty: Path) -> tuple[int, str]:
+    """Exit code and output of a report's ``repro.py``, run from an empty folder."""
+    empty.mkdir()
+    done = subprocess.run(
+        [sys.executable, folder / "repro.py"],
+        cwd=empty,
+        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    assert not list(empty.iterdir())
+    return done.returncode, done.stdout
+
+
 def test_a_planted_bug_prints_and_reports_a_program(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -93,17 +108,103 @@ def test_a_planted_bug_prints_and_reports_a_program(
     out = capsys.readouterr().out
     assert "allocator.state" in out
     assert "violation" in out
-    program = (report / "allocator.state.py").read_text()
-    assert all(line in out for line in program.splitlines())
-    done = subprocess.run(
-        [sys.executable, str(report / "allocator.state.py")],
-        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-    )
-    assert "Violation: P" in done.stderr
     (row,) = json.loads((report / "verdict.json").read_text())["suites"]
     assert row["verdict"] == "violation"
+    assert all(line in out for line in row["program"])
+    code, shown = run_repro(report / row["folder"], tmp_path / "empty")
+    assert code == 1
+    assert shown.startswith(f"{row['rule']}: {row['evidence']}")
+    owner, attribute = find("page-zero-freed").owner()
+    assert not hasattr(vars(owner)[attribute], "__wrapped__"), "the bug is still planted"
+
+
+MINE = """
+from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+
+
+class Twice(NaiveAllocator):
+    def alloc(self, need_size):
+        slots = super().alloc(need_size)
+        if slots is not None and need_size > 2 * self.page_size and self._free:
+            self._free.remove(min(self._free))
+            self._free.add(int(slots[-1]) // self.page_size)
+        return slots
+
+
+class MyTarget(NaiveTarget):
+    capabilities = frozenset({"allocator"})
+
+    def allocator(self, config):
+        return Twice(config.size, config.page_size)
+
+
+class Sound(MyTarget):
+    def allocator(self, config):
+        return NaiveAllocator(config.size, config.page_size)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a target of one's own that hands a page out twice; nothing is hunted."""
+    (tmp_path / "twice.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "twice", raising=False)
+    monkeypatch.setattr("refcache.oracle.planted.all_bugs", lambda: ())
+    return tmp_path
+
+
+def test_the_folder_of_a_violation(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = mine / "report"
+    arguments = ["check", "twice:MyTarget", "--suite", "allocator.state", "--json"]
+    assert main([*arguments, "--report", str(report)]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((report / "verdict.json").read_text())
+    (row,) = printed["suites"]
+    names = {path.name for path in (report / row["folder"]).iterdir()}
+    assert names == {"repro.py", "trace.jsonl", "before.txt", "after.txt", "verdict.json"}
+    code, shown = run_repro(report / row["folder"], mine / "empty")
+    assert code == 1
+    assert shown.startswith(f"P1: {row['evidence']}")
+    assert main(["judge", str(report / row["folder"] / "trace.jsonl")]) == 1
+
+
+def test_expected_violations(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = mine / "known"
+    arguments = ["--suite", "allocator", "--max-examples", "60", "--xfails", str(known)]
+
+    def verdict(ids: str, target: str) -> tuple[int, str, str]:
+        known.write_text(ids)
+        code = main(["check", f"twice:{target}", *arguments])
+        return code, *capsys.readouterr()
+
+    code, out, err = verdict("allocator.state:P1  # twice\n\n", "MyTarget")
+    assert (code, err) == (0, "")
+    assert "xfail: P1, expected by allocator.state:P1" in out
+    assert "steps:" not in out
+    code, out, err = verdict("allocator.state:P0\nallocator.misuse\nallocator.sate\n", "MyTarget")
+    assert code == 1
+    assert "  violation\n" in out
+    assert err.splitlines() == [
+        "refcache: warning: xfail allocator.misuse matches nothing that ran",
+        "refcache: warning: xfail allocator.sate matches nothing that ran",
+    ]
+    code, out, err = verdict("allocator.state", "Sound")
+    assert (code, err) == (0, "")
+    assert "xpass: allocator.state expected to fail" in out
+
+
+def test_exact_judges_a_target_that_does_not_declare_it(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", "twice:Sound", "--suite", "allocator.exact", "--max-examples", "10"]
+    assert main(arguments) == 3
+    assert "skipped: the target lacks exact" in capsys.readouterr().out
+    for options in (["--exact"], ["--exact", "--profile", "sglang-0.5.10"]):
+        assert main([*arguments, *options]) == 1
+        out = capsys.readouterr().out
+        assert "DIFF: " in out
+        assert "profile='sglang-0.5.10'" in out
 
 
 @pytest.mark.parametrize(
@@ -119,6 +220,10 @@ def test_a_planted_bug_prints_and_reports_a_program(
         (["os:sep"], "target 'os:sep': os has no factory"),
         (["os:getcwd"], "the factory gave str, expected a refcache.oracle.Target"),
         (["os:abort_"], "target 'os:abort_': os has no factory"),
+        (["--xfails", "absent"], "xfails absent: cannot be read: No such file or directory"),
+        (["--xfails", "."], "xfails .: cannot be read: Is a directory"),
+        (["--xfails", "broken_target.py"], "xfails broken_target.py:1: '1 / 0': expected a suite"),
+        (["--exact", "--profile", "x"], "unknown profile 'x': expected one of sglang-0.5.10"),
         (["--report", "file"], "--report file: expected a new or an empty folder"),
         (["--report", "."], "--report .: expected a new or an empty folder"),
     ],

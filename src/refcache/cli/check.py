@@ -34,8 +34,17 @@ def check(
         str | None,
         typer.Option(help="Take one ordering edge away: it must be reported. 'list' names them."),
     ] = None,
+    xfails: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Violations that are expected, one a line.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Exact suites also where they are not declared.")
+    ] = False,
+    profile: Annotated[
+        str | None, typer.Option(help="Whose choices they expect (sglang-0.5.10); as --exact.")
+    ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write the verdict and the failing programs here.")
+        Path | None, typer.Option(help="Write the verdict and a folder a violation here.")
     ] = None,
 ) -> int:
     """Run the suites on a target, then the planted bugs on the suites.
@@ -45,10 +54,16 @@ def check(
     if without_edge is not None:
         return _without_edge(target, without_edge)
     from refcache.oracle import resolve
+    from refcache.oracle.exact import DEFAULT_PROFILE, check_profile
     from refcache.oracle.planted import all_bugs, find
     from refcache.testing import list_suites
     from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES
+    from refcache.testing.xfails import Xfails, read_xfails
 
+    expected = Xfails() if xfails is None else read_xfails(xfails)
+    profile = profile or (DEFAULT_PROFILE if exact else None)
+    if profile is not None:
+        check_profile(profile)
     if report is not None:
         reports.refuse_unless_new(report)
     bug = None if planted is None else find(planted)
@@ -59,13 +74,15 @@ def check(
     say = _silent if as_json else _print
 
     cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
-    runs = [Run(name, target, cases, seed, planted) for name in names]
+    runs = [Run(name, target, cases, seed, planted, profile) for name in names]
     prey = [b.name for b in all_bugs() if b.suite in names] if bug is None else []
     answers = in_order([*runs, *(Hunt(name, seed) for name in prey)])
     results = []
     for result in islice(answers, len(runs)):
-        results.append(result)
-        say(*_lines(result))
+        results.append(expected.apply(result))
+        say(*_lines(results[-1]))
+    for unmatched in expected.unmatched(r.suite for r in results if r.verdict != "skipped"):
+        print(f"refcache: warning: xfail {unmatched} matches nothing that ran", file=sys.stderr)
     rules = [result.failure.rule for result in results if result.failure]
     caught_by = {} if bug is None else {bug.name: rules[0] if rules else None}
     survivors = 0
@@ -80,14 +97,14 @@ def check(
         "suites": [reports.as_dict(result) for result in results],
         "planted": [{"name": name, "caught_by": rule} for name, rule in caught_by.items()],
     }
-    if as_json:
-        print(json.dumps(verdict, indent=2))
     if report is not None:
         reports.write(report, verdict, results)
+    if as_json:
+        print(json.dumps(verdict, indent=2))
     verdicts = {result.verdict for result in results}
     if "violation" in verdicts or survivors:
         return 1
-    return 0 if "unknown" not in verdicts and "ok" in verdicts else 3
+    return 0 if "unknown" not in verdicts and verdicts & {"ok", "xfail", "xpass"} else 3
 
 
 def _print(*lines: str) -> None:
@@ -101,7 +118,7 @@ def _lines(result: Any) -> Iterator[str]:
     line = f"{result.suite:<20} {result.cases:>6,} cases {result.steps:>8,} steps  {result.verdict}"
     reason = result.reason.splitlines()
     yield f"{line}: {reason[-1]}" if reason else line
-    if result.failure is not None:
+    if result.verdict == "violation":
         yield f"\n{result.failure.text}\n"
 
 

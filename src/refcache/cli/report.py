@@ -1,8 +1,8 @@
 """The folder that ``refcache check --report`` writes.
 
-``verdict.json`` (what ``--json`` prints) comes last, so a folder that has it is whole. Each failing
-suite has two more files: ``SUITE.py``, a program that shows the failure, and ``SUITE.txt``, the
-explanation.
+Each violation has a folder, as :mod:`refcache.oracle.report` writes it. ``verdict.json`` (what
+``--json`` prints) comes last, so a report that has it is whole; each of its failing rows names its
+folder.
 """
 
 import json
@@ -25,7 +25,7 @@ def as_dict(result: Any) -> dict[str, Any]:
         row["rule"] = result.failure.rule
         row["evidence"] = result.failure.evidence
         row["program"] = list(result.failure.steps)
-    elif result.reason:
+    if result.reason:
         row["reason"] = result.reason
     return row
 
@@ -43,19 +43,20 @@ def refuse_unless_new(folder: Path) -> None:
 
 
 def write(folder: Path, verdict: dict[str, Any], results: Sequence[Any]) -> None:
-    """Write the folder.
+    """Write the folder; runs each failing program once more.
 
     Raises:
         InvalidArgument: it cannot be written.
     """
+    from refcache.oracle.report import failure_name, write_failure
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for result in results:
+        for row, result in zip(verdict["suites"], results, strict=True):
             if result.failure is not None:
-                program = "\n".join(result.failure.steps)
-                (folder / f"{result.suite}.py").write_text(f"{program}\n", encoding="utf-8")
-                text = result.failure.text
-                (folder / f"{result.suite}.txt").write_text(f"{text}\n", encoding="utf-8")
+                steps = result.failure.steps
+                row["folder"] = failure_name(result.suite, result.failure.rule, steps)
+                write_failure(folder / row["folder"], result.suite, steps)
         (folder / "verdict.json").write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(f"--report {folder}: cannot be written: {error.strerror}") from None

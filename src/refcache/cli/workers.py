@@ -14,13 +14,14 @@ from refcache.cli.console import status
 
 
 class Run(NamedTuple):
-    """One suite on a target, with a planted bug or without."""
+    """One suite on a target, with a planted bug or without, exact suites under a profile."""
 
     suite: str
     target: str
     max_examples: int
     seed: int
     bug: str | None = None
+    profile: str | None = None
 
     def __str__(self) -> str:
         return f"{self.suite} on {self.target}"
@@ -34,7 +35,11 @@ class Run(NamedTuple):
 
         with find(self.bug).active() if self.bug else nullcontext():
             return run_suite(
-                self.suite, resolve(self.target), max_examples=self.max_examples, seed=self.seed
+                self.suite,
+                resolve(self.target),
+                max_examples=self.max_examples,
+                seed=self.seed,
+                profile=self.profile,
             )
 
 

@@ -10,6 +10,7 @@
 A folder appears whole or not at all.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import torch
 import refcache
 from refcache.errors import InvalidArgument, RefcacheError
 from refcache.oracle.driver import Driver
+from refcache.oracle.planted import taken_back
 from refcache.oracle.trace import judge_trace, record
 from refcache.oracle.violation import Violation
 
@@ -56,6 +58,12 @@ if __name__ == "__main__":
 '''
 
 
+def failure_name(suite: str, rule: str, steps: Sequence[str]) -> str:
+    """Name of a failure's folder: two failures are one if rule and minimal steps are the same."""
+    text = "\n".join((suite, rule, *steps))
+    return f"{suite}-{rule}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 def write_failure(folder: str | Path, suite: str, steps: Sequence[str]) -> dict[str, Any]:
     """Run a failing program once more and write its folder.
 
@@ -77,7 +85,8 @@ def write_failure(folder: str | Path, suite: str, steps: Sequence[str]) -> dict[
     try:
         part.mkdir(parents=True)
         try:
-            verdict = _fill(part, suite, list(steps))
+            with taken_back():
+                verdict = _fill(part, suite, list(steps))
             if target.exists():
                 target.rmdir()
             part.rename(target)

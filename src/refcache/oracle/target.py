@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from refcache.errors import InvalidArgument, UnknownName
+from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
-from refcache.oracle.exact import PROFILES
+from refcache.oracle.exact import check_profile
 from refcache.oracle.host_view import HostView
 from refcache.oracle.view import TreeView
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
@@ -72,8 +72,8 @@ class CacheConfig:
                 f"size={self.size}, page_size={self.page_size}: expected whole pages, at least one"
             )
 
-        if self.profile is not None and self.profile not in PROFILES:
-            raise UnknownName("profile", self.profile, PROFILES)
+        if self.profile is not None:
+            check_profile(self.profile)
 
     @property
     def pages(self) -> int:

@@ -11,7 +11,6 @@ crash of the interpreter, a kernel that reads out of bounds) is a result too: th
 more, alone, and if that dies again the run is ``unknown`` with the reason.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ from typing import Any
 
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
-from refcache.oracle.report import write_failure
+from refcache.oracle.report import failure_name, write_failure
 from refcache.testing.registry import SUITES
 from refcache.testing.run import list_suites, run_suite
 
@@ -230,9 +229,7 @@ def one_run(plan: Plan, folder: str, suite: str, seed: int) -> Run:
     run = Run(suite, seed, result.verdict, result.cases, result.steps, reason=result.reason)
     if result.failure is None:
         return run
-    text = "\n".join((suite, result.failure.rule, *result.failure.steps))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    name = f"{suite}-{result.failure.rule}-{digest}"
+    name = failure_name(suite, result.failure.rule, result.failure.steps)
     target = Path(folder) / "failures" / name
     if not target.exists():
         try:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from refcache.oracle import AllocatorDriver, Driver, LoopDriver, Target, TreeDriver
+from refcache.oracle.exact import DEFAULT_PROFILE
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.testing.strategies import (
     allocator_configs,
@@ -210,7 +211,7 @@ def unsorted(config: dict[str, Any]) -> dict[str, Any]:
 class AllocatorExactMachine(AllocatorMachine):
     """Suite ``allocator.exact``."""
 
-    profile = "sglang-0.5.10"
+    profile = DEFAULT_PROFILE
 
     @initialize(config=allocator_configs().map(unsorted))
     def start(self, config: dict[str, Any]) -> None:
@@ -220,7 +221,7 @@ class AllocatorExactMachine(AllocatorMachine):
 class TreeExactMachine(TreeMachine):
     """Suite ``tree.exact``."""
 
-    profile = "sglang-0.5.10"
+    profile = DEFAULT_PROFILE
 
     @initialize(config=tree_configs().map(unsorted))
     def start(self, config: dict[str, Any]) -> None:
@@ -347,7 +348,8 @@ class LoopMachine(DriverMachine):
 
 
 def machine_for(
-    machine: type[DriverMachine], target: Target, tally: Tally | None = None
+    machine: type[DriverMachine], target: Target, tally: Tally | None = None, **attributes: Any
 ) -> type[DriverMachine]:
     """The machine class on one target; its runs are counted in ``tally``."""
-    return type(machine.__name__, (machine,), {"target": target, "tally": tally or Tally()})
+    attributes |= {"target": target, "tally": tally or Tally()}
+    return type(machine.__name__, (machine,), attributes)

@@ -14,10 +14,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Driver, Target, Violation, resolve
+from refcache.oracle.exact import check_profile
 from refcache.oracle.planted import PlantedBug, active_bugs, smoke
 from refcache.oracle.shrink import shrink as shrunk
-from refcache.testing.machines import Tally, machine_for
-from refcache.testing.registry import SUITES, Suite
+from refcache.testing.machines import DriverMachine, Tally, machine_for
+from refcache.testing.registry import EXACT, SUITES
 
 MAX_EXAMPLES = 100
 HUNT_EXAMPLES = 400
@@ -77,6 +78,7 @@ def run_suite(
     max_examples: int = MAX_EXAMPLES,
     seed: int = 0,
     shrink: bool = True,
+    profile: str | None = None,
 ) -> SuiteResult:
     """Run one suite on a target.
 
@@ -84,9 +86,11 @@ def run_suite(
         max_examples: cases to draw, times the suite's share; each has up to ``STEPS`` steps.
         seed: chooses the cases.
         shrink: look for the smallest failing program. It takes seconds.
+        profile: whose choices an exact suite holds the target to, declared ``exact`` or not; by
+            default a target that declares it is held to SGLang 0.5.10's.
 
     Raises:
-        UnknownName: no suite of that name.
+        UnknownName: no suite or profile of that name.
         InvalidArgument: ``max_examples`` below 1.
     """
     if name not in SUITES:
@@ -94,12 +98,18 @@ def run_suite(
     if max_examples < 1:
         raise InvalidArgument(f"max_examples={max_examples}: expected at least 1")
     suite = SUITES[name]
-    lacking = target.lacks(suite.needs)
+    needs, attributes = suite.needs, {}
+    if profile is not None:
+        check_profile(profile)
+        if needs >= EXACT:
+            needs, attributes = needs - EXACT, {"profile": profile}
+    lacking = target.lacks(needs)
     if lacking:
         return SuiteResult(name, 0, 0, "skipped", reason=f"the target lacks {', '.join(lacking)}")
     tally = Tally()
     try:
-        _run(suite, target, tally, max(1, round(max_examples * suite.share)), seed)
+        machine = machine_for(suite.machine, target, tally, **attributes)
+        _run(machine, max(1, round(max_examples * suite.share)), seed)
     except Violation as violation:
         driver = tally.failed
         if driver is not None and shrink:
@@ -158,10 +168,9 @@ def hunt(
     )
 
 
-def _run(suite: Suite, target: Target, tally: Tally, max_examples: int, number: int) -> None:
-    machine = seed(number)(machine_for(suite.machine, target, tally))
+def _run(machine: type[DriverMachine], max_examples: int, number: int) -> None:
     run_state_machine_as_test(
-        machine,
+        seed(number)(machine),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=STEPS,

@@ -1,20 +1,21 @@
 """The planted bugs by name. See :mod:`refcache.oracle.planted.bug`."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from refcache.errors import UnknownName
-from refcache.oracle.planted import allocator, hicache, loop, tree
+from refcache.oracle.planted import allocator, hicache, loop, ranks, tree
 from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
 from refcache.oracle.planted.smoke import smoke
 
-__all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "smoke"]
+__all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "smoke", "taken_back"]
 
 _PLANTED = ExitStack()
 
 
 def all_bugs() -> tuple[PlantedBug, ...]:
     """Every planted bug, part by part."""
-    return allocator.BUGS + tree.BUGS + loop.BUGS + hicache.BUGS
+    return allocator.BUGS + tree.BUGS + loop.BUGS + hicache.BUGS + ranks.BUGS
 
 
 def find(name: str) -> PlantedBug:
@@ -32,3 +33,14 @@ def find(name: str) -> PlantedBug:
 def plant(name: str) -> None:
     """Patch a bug in for the rest of the process: the first line of a printed reproduction."""
     _PLANTED.enter_context(find(name).active())
+
+
+@contextmanager
+def taken_back() -> Iterator[None]:
+    """What is planted in the block is taken back at its end."""
+    before = _PLANTED.pop_all()
+    try:
+        yield
+    finally:
+        _PLANTED.close()
+        _PLANTED.enter_context(before)
