@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import Violation, resolve
+from refcache.oracle import TreeDriver, Violation, resolve
 from refcache.oracle.planted import PlantedBug, all_bugs, find, smoke
+from refcache.oracle.violation import switched_off, without_rules
 from refcache.testing import hunt
 
 ONE_TIER = [bug for bug in all_bugs() if bug.suite.split(".")[0] in ("allocator", "tree", "loop")]
@@ -20,6 +21,31 @@ def test_caught(bug: PlantedBug) -> None:
     assert caught.smoke, "the smoke test sees it"
     assert caught.used, "the patched code was not executed"
     assert caught.by not in ("", "crash"), caught.failure and caught.failure.text
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "other"), [("page-zero-freed", "P0", "P1"), ("freed-pages-go-last", "DIFF", "")]
+)
+def test_which_bugs_only_one_check_catches(name: str, by: str, other: str) -> None:
+    caught = hunt(find(name), only_one=True, max_examples=100)
+    assert (caught.by, caught.other) == (by, other)
+    assert hunt(find(name), max_examples=100).other is None
+    assert not switched_off()
+
+
+def test_a_rule_that_is_switched_off_says_nothing() -> None:
+    with find("evict-too-much").active(), without_rules("E2"):
+        d = TreeDriver(resolve("refcache"), size=4)
+        d.insert((0,))
+        d.insert((1,))
+        d.evict(1)
+        assert d.found is None
+    with find("evict-too-much").active():
+        d = TreeDriver(resolve("refcache"), size=4)
+        d.insert((0,))
+        d.insert((1,))
+        with pytest.raises(Violation, match="E2"):
+            d.evict(1)
 
 
 def test_there_are_at_least_fifteen_and_most_model_a_report() -> None:

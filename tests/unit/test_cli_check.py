@@ -25,7 +25,10 @@ def stub(monkeypatch: pytest.MonkeyPatch, verdicts: dict[str, str], survivor: st
 
     def hunt(self: Hunt) -> Caught:
         by = "" if self.bug == survivor else "P1"
-        return Caught(self.bug, by, "allocator.state", 3, 9, True, 5, None)
+        other = None
+        if self.only_one:
+            other = "" if self.bug == "page-zero-freed" else "P3"
+        return Caught(self.bug, by, "allocator.state", 3, 9, True, 5, None, 1.5, other)
 
     monkeypatch.setattr(Run, "work", run)
     monkeypatch.setattr(Hunt, "work", hunt)
@@ -69,6 +72,23 @@ def test_planted_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     stub(monkeypatch, {}, survivor="page-zero-freed")
     assert main(["planted", "--run"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == f"{total - 1} of {total} caught"
+
+
+def test_planted_says_which_only_one_check_catches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(monkeypatch, {})
+    assert main(["planted", "--run"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith("caught by P1 (allocator.state, case 3, 9 steps, 1.5 s)")
+    assert main(["planted", "--run", "--only-one"]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert lines["page-zero-freed"].endswith("1.5 s); no other check")
+    assert lines["row-lost"].endswith("1.5 s); else P3")
+    assert out.splitlines()[-2] == "1 of them by one check only"
+    assert main(["planted", "--only-one"]) == 2
+    assert capsys.readouterr().err == "refcache: --only-one: expected --run too\n"
 
 
 def test_planted_lists_every_bug(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ class Hunt(NamedTuple):
 
     bug: str
     seed: int
+    only_one: bool = False
 
     def __str__(self) -> str:
         return f"planted bug {self.bug}"
@@ -56,7 +57,7 @@ class Hunt(NamedTuple):
         from refcache.oracle.planted import find
         from refcache.testing import hunt
 
-        return hunt(find(self.bug), seed=self.seed)
+        return hunt(find(self.bug), seed=self.seed, only_one=self.only_one)
 
 
 def in_order(tasks: Sequence[Run | Hunt]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from refcache.oracle.exact import PROFILES, difference, on_the_reference
 from refcache.oracle.target import CacheConfig, Target, resolve
-from refcache.oracle.violation import Violation
+from refcache.oracle.violation import Violation, switched_off
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +28,11 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 class Driver:
-    """Base of the drivers. ``calls`` counts the logged calls; ``log`` is the program."""
+    """Base of the drivers. ``calls`` counts the logged calls; ``log`` is the program. ``stopped``:
+    a rule that is switched off was broken and nothing can follow; further steps do nothing."""
 
     needs: frozenset[str] = frozenset()
+    stopped = False
     Config: type[CacheConfig] = CacheConfig
 
     def __init__(self, target: Target, **config: Any) -> None:
@@ -61,11 +63,11 @@ class Driver:
 
     def note(self, rule: str, evidence: str) -> None:
         """Remember the first violation seen inside a call; it is raised when the call is over."""
-        if self._noted is None:
+        if self._noted is None and not switched_off(rule):
             self._noted = Violation(rule, evidence)
 
     def require(self, holds: bool, rule: str, evidence: str) -> None:
-        if not holds:
+        if not holds and not switched_off(rule):
             raise Violation(rule, evidence)
 
     def on_target(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
@@ -138,6 +140,8 @@ def step(
     defaults = [p.default for p in signature.parameters.values()][1:]
 
     def logged(self: D, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.stopped:
+            return
         bound = signature.bind(self, *args, **kwargs)
         given = bound.args[1:]
         while given and given[-1] == defaults[len(given) - 1]:
@@ -150,10 +154,17 @@ def step(
             self.check()
             self._follow(method.__name__, given)
         except Violation as violation:
+            if switched_off(violation.id):
+                self.stopped = True
+                return
             violation.call = line
             violation.steps = tuple(self.log)
             self.found = violation
             raise
+        except Exception:
+            if not switched_off():
+                raise
+            self.stopped = True  # the ledger met what a rule would have reported
 
     functools.update_wrapper(logged, method)
     return logged

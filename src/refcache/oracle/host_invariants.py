@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from refcache.oracle.host_view import HostView, TransferView
 from refcache.oracle.invariants import State
-from refcache.oracle.violation import Violation
+from refcache.oracle.violation import Violation, switched_off
 
 Slots = dict[str, tuple[int, ...]]
 
@@ -63,7 +63,7 @@ def host_invariant(rule: str) -> Callable[[HostCheck], HostCheck]:
 def check_host_state(state: HostState) -> None:
     """Raise the first :class:`Violation`."""
     for rule, check in HOST_CHECKS.items():
-        for evidence in check(state):
+        for evidence in () if switched_off(rule) else check(state):
             raise Violation(rule, evidence)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from refcache.oracle.view import NodeView, TreeView
-from refcache.oracle.violation import Violation
+from refcache.oracle.violation import Violation, switched_off
 
 Check = Callable[["State"], Iterator[str]]
 CHECKS: dict[str, Check] = {}
@@ -112,7 +112,8 @@ def invariant(rule: str) -> Callable[[Check], Check]:
 def check_state(state: State, rules: Iterable[str] | None = None) -> None:
     """Raise the first :class:`Violation` among ``rules`` (default: all of them)."""
     for violation in violations(state, rules):
-        raise violation
+        if not switched_off(violation.id):
+            raise violation
 
 
 def violations(state: State, rules: Iterable[str] | None = None) -> Iterator[Violation]:

@@ -6,8 +6,9 @@ Runs are exact repetitions: same target, seed and size, same cases. A verdict is
 violation into *xfail*, and ok into *xpass*.
 """
 
+import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -17,6 +18,7 @@ from refcache.oracle import Driver, Target, Violation, resolve
 from refcache.oracle.exact import check_profile
 from refcache.oracle.planted import PlantedBug, active_bugs, smoke
 from refcache.oracle.shrink import shrink as shrunk
+from refcache.oracle.violation import without_rules
 from refcache.testing.machines import DriverMachine, Tally, machine_for
 from refcache.testing.registry import EXACT, SUITES
 
@@ -132,6 +134,9 @@ class Caught:
         smoke: whether the smoke test passes with the bug, as it must.
         used: how often the patched code was executed.
         failure: what the suite printed.
+        seconds: how long the suite took to find it.
+        other: the rule that catches it when ``by`` is switched off: "" when only one check does;
+            None when that was not tried.
     """
 
     bug: str
@@ -142,6 +147,8 @@ class Caught:
     smoke: bool
     used: int
     failure: Failure | None
+    seconds: float = field(default=0.0, compare=False)
+    other: str | None = None
 
     @property
     def counts(self) -> bool:
@@ -150,9 +157,19 @@ class Caught:
 
 
 def hunt(
-    bug: PlantedBug, *, seed: int = 0, max_examples: int = HUNT_EXAMPLES, shrink: bool = False
+    bug: PlantedBug,
+    *,
+    seed: int = 0,
+    max_examples: int = HUNT_EXAMPLES,
+    shrink: bool = False,
+    only_one: bool = False,
 ) -> Caught:
-    """Run a planted bug's suite on the reference with the bug patched in."""
+    """Run a planted bug's suite on the reference with the bug patched in.
+
+    Args:
+        only_one: run it once more without the rule that caught it, to see if another one does.
+            Exceptions are no check and count for nothing then.
+    """
     target = resolve("refcache")
     with bug.active() as use:
         try:
@@ -161,10 +178,28 @@ def hunt(
         except Exception:
             passes = False
         use.count = 0
+        start = time.perf_counter()
         result = run_suite(bug.suite, target, max_examples=max_examples, seed=seed, shrink=shrink)
-    by = result.failure.rule if result.failure else ""
+        seconds, used = time.perf_counter() - start, use.count
+        by = result.failure.rule if result.failure else ""
+        other = None
+        if only_one and by:
+            with without_rules(by, "crash"):
+                again = run_suite(
+                    bug.suite, target, max_examples=max_examples, seed=seed, shrink=False
+                )
+            other = again.failure.rule if again.failure else ""
     return Caught(
-        bug.name, by, bug.suite, result.cases, result.steps, passes, use.count, result.failure
+        bug.name,
+        by,
+        bug.suite,
+        result.cases,
+        result.steps,
+        passes,
+        used,
+        result.failure,
+        seconds,
+        other,
     )
 
 
