@@ -67,6 +67,10 @@ class Scheduler(SchedulerBatchingMixin):
         observer: told what the loop does.
         keep_kv: False keeps no KV bytes; nothing is checked then.
         pre_model_load_memory: GB of device memory; needed without ``max_total_tokens``.
+        tp_cpu_group: the ranks that serve the same requests, each with a scheduler of its own: a
+            ``torch.distributed`` group of CPU tensors, or a
+            :class:`~refcache.tree.consensus.Consensus`. Their steps reduce the same values in the
+            same order, whatever there is to report: two in every step, one more before a decode.
 
     Attributes:
         finished_reqs: requests that ended, oldest first; the caller may empty it.
@@ -87,6 +91,7 @@ class Scheduler(SchedulerBatchingMixin):
         observer: SchedulerObserver | None = None,
         keep_kv: bool = True,
         pre_model_load_memory: float | None = None,
+        tp_cpu_group: Any = None,
     ) -> None:
         self.server_args = server_args
         self.page_size = server_args.page_size
@@ -108,14 +113,14 @@ class Scheduler(SchedulerBatchingMixin):
         self.max_running_requests = server_args.max_running_requests
         self.max_total_num_tokens = self.model_runner.max_total_num_tokens
         self.max_req_len = min(server_args.context_length, self.max_total_num_tokens) - 1
-        self.init_cache_with_memory_pool(make_tree)
+        self.init_cache_with_memory_pool(make_tree, tp_cpu_group)
         self.init_running_status()
         self.init_schedule_policy()
         self.init_overlap()
 
     # ---- start ---------------------------------------------------------------------------------
 
-    def init_cache_with_memory_pool(self, make_tree: MakeTree) -> None:
+    def init_cache_with_memory_pool(self, make_tree: MakeTree, tp_cpu_group: Any = None) -> None:
         """Make the tree over the runner's pools; tell the worker about a host tier's loads."""
         self.req_to_token_pool = self.model_runner.req_to_token_pool
         self.token_to_kv_pool_allocator = self.model_runner.token_to_kv_pool_allocator
@@ -128,6 +133,7 @@ class Scheduler(SchedulerBatchingMixin):
             eviction_policy=self.server_args.radix_eviction_policy,
             enable_kv_cache_events=self.server_args.enable_kv_cache_events,
             chunked_prefill_size=self.server_args.chunked_prefill_size,
+            tp_cache_group=tp_cpu_group,
             runtime=self.runtime,
         )
         self.tree_cache = make_tree(params, self.server_args)

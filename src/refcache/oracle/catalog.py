@@ -67,6 +67,8 @@ SENTENCES: dict[str, str] = {
     "W1": "under write-through, enough hits mean a host copy unless there was no room, and a host "
     "copy means enough hits",
     "Z1": "reset leaves the cache empty and every page free",
+    "Z2": "ranks whose copies finish at different times take the same decisions, and make the same "
+    "collective calls in the same order",
     "Z3": "an operation that fails or is refused leaves the state as it was",
     "PROGRESS": "each step of the loop computes tokens or finishes a request, until all have",
     "BUDGET": "what the tree and the allocator call free or evictable can be allocated",

@@ -12,6 +12,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
   for each forward before it goes on, as a loop without overlap does;
+* ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
@@ -40,6 +41,7 @@ CAPABILITIES = frozenset(
         "streams",
         "fences",
         "exact",
+        "ranks",
         "refuses_misuse",
     }
 )

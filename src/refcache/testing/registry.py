@@ -2,7 +2,7 @@
 
 Kinds: *state* makes legal calls and checks every rule; *misuse* mixes in calls that break the
 contract, which must be refused and change nothing; *exact* holds every choice against SGLang
-0.5.10's, so that a changed policy is seen.
+0.5.10's, so that a changed policy is seen; *ranks* runs one program on ranks that differ in time.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from refcache.oracle import (
     TreeDriver,
 )
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+from refcache.oracle.ranks_driver import RanksDriver
 from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.machines import (
     AllocatorExactMachine,
@@ -26,6 +27,7 @@ from refcache.testing.machines import (
     TreeMachine,
     TreeMisuseMachine,
 )
+from refcache.testing.ranks_machine import RanksMachine
 from refcache.testing.streams_machine import StreamsMachine
 
 
@@ -55,5 +57,6 @@ SUITES: dict[str, Suite] = {
         Suite("loop.state", LoopMachine, LoopDriver.needs, 0.4),
         Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
         Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.03),
+        Suite("hicache.ranks", RanksMachine, RanksDriver.needs, 0.1),
     )
 }

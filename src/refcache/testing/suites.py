@@ -109,3 +109,6 @@ class HiCacheSuite(PartSuite):
 
     def test_streams(self) -> None:
         self.judge("hicache.streams")
+
+    def test_ranks(self) -> None:
+        self.judge("hicache.ranks")
