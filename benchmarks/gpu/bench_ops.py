@@ -406,6 +406,8 @@ BESIDE = [
     ("kernel", "layer_first", 1, 2),
     ("kernel", "layer_first", 1, 4),
     ("kernel", "page_first_direct", 64, 2),
+    ("direct", "layer_first", 4, 0),
+    ("direct", "layer_first", 8, 0),
     ("direct", "layer_first", 16, 0),
     ("direct", "layer_first", 64, 0),
     ("direct", "page_first_direct", 16, 0),

@@ -44,7 +44,7 @@ def gpu_us(fn: Callable[[], Any]) -> float:
 def allocs() -> None:
     for tokens, warps, programs in (
         (256, 4, 1024), (512, 4, 1024), (512, 4, 2048), (1024, 4, 1024), (1024, 8, 1024),
-        (2048, 8, 1024),
+        (2048, 4, 2048), (2048, 8, 1024),
     ):  # fmt: skip
         label = setting(extend, TOKEN_BLOCK=tokens, WARPS=warps, PROGRAMS=programs)
         row = {}

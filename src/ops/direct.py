@@ -24,8 +24,8 @@ from refcache_ops.driver import copy_many
 
 STAGE_BYTES = 32 << 20  # of each of two staging buffers
 
-# Host runs from which the copy engine is taken by "auto": (device to host, host to device), bytes.
-DIRECT_FROM = (32 << 10, 32 << 10)
+# Host runs from which "auto" takes the copy engine: (device to host, host to device), bytes.
+DIRECT_FROM = (16 << 10, 16 << 10)
 
 
 class Pieces(NamedTuple):

@@ -28,6 +28,13 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@cache
+def _wait_value() -> Any:
+    wait = _driver().cuStreamWaitValue64_v2
+    wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
+    return wait
+
+
 def _check(code: int, call: str) -> None:
     if code:
         raise DriverError(f"{call} returned {code}: expected 0")
@@ -53,12 +60,8 @@ def wait_flag(
             "them, on a CUDA device"
         )
     stream = stream or torch.cuda.current_stream(layer_flags.device)
-    code = _driver().cuStreamWaitValue64_v2(
-        ctypes.c_void_p(stream.cuda_stream),
-        ctypes.c_uint64(layer_flags.data_ptr() + 8 * layer),
-        ctypes.c_uint64(epoch * FLAG_EPOCH),
-        ctypes.c_uint(_WAIT_UNTIL_AT_LEAST),
-    )
+    flag = layer_flags.data_ptr() + 8 * layer
+    code = _wait_value()(stream.cuda_stream, flag, epoch * FLAG_EPOCH, _WAIT_UNTIL_AT_LEAST)
     _check(code, "cuStreamWaitValue64")
 
 

@@ -1,5 +1,6 @@
 """Tests that need a CUDA card. Run them alone (``pytest tests/gpu``): the rest interprets."""
 
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,19 +24,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def registered() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Makes registered (not allocated-as-pinned) host memory; undone after the test."""
+    """Makes registered (not allocated-as-pinned) host memory; undone after the test.
+
+    The storage itself begins at the registered address: that is where ``is_pinned`` looks.
+    """
     cudart: Any = torch.cuda.cudart()
     kept: list[torch.Tensor] = []
 
     def make(content: torch.Tensor) -> torch.Tensor:
-        raw = torch.empty(content.numel() + 8192, dtype=torch.uint8)
-        start = -raw.data_ptr() % 4096
-        aligned = raw[start : start + content.numel()]
-        aligned.copy_(content)
-        size = -(-content.numel() // 4096) * 4096
-        assert int(cudart.cudaHostRegister(aligned.data_ptr(), size, 0)) == 0
-        kept.append(aligned)
-        return aligned
+        pages = mmap.mmap(-1, max(1, content.numel()))  # starts at a page boundary
+        tensor = torch.frombuffer(pages, dtype=torch.uint8)[: content.numel()]
+        tensor.copy_(content)
+        size = -(-len(pages) // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert int(cudart.cudaHostRegister(tensor.data_ptr(), size, 0)) == 0
+        kept.append(tensor)
+        assert tensor.is_pinned() or not tensor.numel()
+        return tensor
 
     yield make
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from refcache_ops._launch import launch
 
 BATCH_BLOCK = 1024  # earlier requests counted at once
 ROWS = 128  # requests a program
-WARPS = 4
+WARPS = 8
 
 
 @triton.jit

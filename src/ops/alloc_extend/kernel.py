@@ -1,9 +1,11 @@
 """The kernel of ``alloc_extend``.
 
 The grid is (request, chunk). A program sums what the requests before its own take, of the output
-and of the free list, in blocks of a fixed size; then it walks its request's new tokens in chunks,
-``num_programs(1)`` chunks apart. Each token computes its slot from its position alone, so the old
-page, the whole new pages and the head of the last one are one expression.
+and of the free list, in blocks of a fixed size and both in one 64-bit sum; then it walks its
+request's new tokens in tiles, ``num_programs(1)`` tiles apart. Each token computes its slot from
+its position alone, so the old page, the whole new pages and the head of the last one are one
+expression. Slots are stored as streaming data: a long extend is larger than the cache, and the free
+list should stay in it.
 
 Counts are 32-bit and unsigned where they are divided (a batch grows by less than 2^31 tokens); page
 numbers are widened before they are multiplied. Nothing depends on the batch or on the lengths at
@@ -17,7 +19,7 @@ import triton.language as tl
 from refcache_ops._launch import launch
 
 BATCH_BLOCK = 1024  # requests summed at once
-TOKEN_BLOCK = 1024  # tokens placed at once
+TOKEN_BLOCK = 512  # tokens placed at once
 PROGRAMS = 1024  # about as many as fill a large GPU; more only repeat the sums
 WARPS = 4
 
@@ -49,42 +51,37 @@ def alloc_extend_kernel(  # type: ignore[no-untyped-def]
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     length = tl.load(seq_lens + request).to(tl.int32) - prefix
     last = tl.load(last_loc + request).to(tl.int64)
+    start = tl.program_id(1) * TOKEN_BLOCK
+    if start < length:
+        before = tl.zeros((), tl.int64)  # tokens in the upper half, pages in the lower
+        block = request * 0
+        while block < request:
+            i = block + tl.arange(0, BATCH_BLOCK)
+            earlier = i < request
+            low = tl.load(prefix_lens + i, mask=earlier, other=0).to(tl.int32)
+            high = tl.load(seq_lens + i, mask=earlier, other=0).to(tl.int32)
+            high = tl.maximum(low, high)
+            pages = pages_of(high, PAGE) - pages_of(low, PAGE)
+            before += tl.sum(((high - low).to(tl.int64) << 32) + pages)
+            block += BATCH_BLOCK
+        tokens_before = (before >> 32).to(tl.int32)
+        pages_before = before.to(tl.int32)
 
-    tokens_before = request * 0
-    pages_before = request * 0
-    block = request * 0
-    while block < request:
-        i = block + tl.arange(0, BATCH_BLOCK)
-        earlier = i < request
-        low = tl.load(prefix_lens + i, mask=earlier, other=0).to(tl.int32)
-        high = tl.load(seq_lens + i, mask=earlier, other=0).to(tl.int32)
-        high = tl.maximum(low, high)
-        tokens_before += tl.sum(high - low)
-        pages_before += tl.sum(pages_of(high, PAGE) - pages_of(low, PAGE))
-        block += BATCH_BLOCK
-
-    free_left = free - pages_before
-    length = tl.minimum(length, total - tokens_before)
-    offset = (prefix.to(tl.uint32) % PAGE).to(tl.int32)  # of the first new token in its page
-    old_page = (offset > 0).to(tl.int32)
-    # Tiles start at even places of the output, so that whole ones are stored 16 bytes at a time.
-    start = tokens_before // 2 * 2 + tl.program_id(1) * TOKEN_BLOCK
-    end = tokens_before + length
-    while start < end:
-        place = start + tl.arange(0, TOKEN_BLOCK)
-        token = place - tokens_before
-        live = (token >= 0) & (token < length)
-        at = (offset + token).to(tl.uint32)
-        entry = (at // PAGE).to(tl.int32) - old_page  # of the free list; -1 on the old page
-        there = (entry >= 0) & (entry < free_left)
-        page = tl.load(free_pages + pages_before + entry, mask=live & there, other=0).to(tl.int64)
-        opened = tl.where(there, page * PAGE + (at % PAGE).to(tl.int32), -1)
-        slot = tl.where(entry < 0, last + 1 + token, opened)
-        if (start >= tokens_before) & (start + TOKEN_BLOCK <= end):
-            tl.store(out + place, slot)
-        else:
-            tl.store(out + place, slot, mask=live)
-        start += tl.num_programs(1) * TOKEN_BLOCK
+        free_left = free - pages_before
+        length = tl.minimum(length, total - tokens_before)
+        offset = (prefix.to(tl.uint32) % PAGE).to(tl.int32)  # of the first new token in its page
+        old_page = (offset > 0).to(tl.int32)
+        while start < length:
+            token = start + tl.arange(0, TOKEN_BLOCK)
+            live = token < length
+            at = (offset + token).to(tl.uint32)
+            entry = (at // PAGE).to(tl.int32) - old_page  # of the free list; -1 on the old page
+            there = (entry >= 0) & (entry < free_left)
+            page = tl.load(free_pages + pages_before + entry, mask=live & there, other=0)
+            opened = page.to(tl.int64) * PAGE + (at % PAGE).to(tl.int32)
+            slot = tl.where(entry < 0, last + 1 + token, tl.where(there, opened, -1))
+            tl.store(out + tokens_before + token, slot, mask=live, cache_modifier=".cs")
+            start += tl.num_programs(1) * TOKEN_BLOCK
 
 
 def run(
