@@ -248,7 +248,6 @@ BUGS = (
     KernelBug(
         "kernel-page-in-32-bits", "flashinfer#3136", "a page number is multiplied in 32 bits",
         EXTEND,
-        "mask=live & there, other=0).to(tl.int64)",
-        "mask=live & there, other=0)",
+        "opened = page.to(tl.int64) * PAGE", "opened = page * PAGE",
     ),
 )  # fmt: skip
