@@ -1,5 +1,6 @@
 """Unmodified caches are judged ok; each illegal alteration is found; legal ones stay ok."""
 
+import contextlib
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -10,13 +11,14 @@ import pytest
 
 import refcache
 from refcache.errors import InvalidArgument
-from refcache.oracle import TreeDriver, resolve
+from refcache.oracle import TreeDriver, Violation, resolve
 from refcache.oracle.hicache_driver import HiCacheDriver
+from refcache.oracle.planted import find
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.events import BlockRemoved
 from refcache.oracle.trace.judge import Judge, judge_lines, judge_trace
 from refcache.oracle.trace.shrink import numbers, shrink_lines, shrink_trace
-from refcache.types import EVICTION_POLICIES
+from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
 PAGE = 2
 Trace = tuple[f.Header, list[f.Line]]
@@ -462,6 +464,46 @@ def test_a_violation_before_the_damage_is_a_violation(trace: Trace, tmp_path: Pa
     f.write_trace(path, trace[0], lines)
     path.write_bytes(path.read_bytes()[:-40])
     assert judge_trace(path).n == n
+
+
+@pytest.mark.parametrize(
+    ("bug", "seed", "rule"),
+    [
+        ("lock-skips-node", 0, "A2"),
+        ("ack-keeps-lock", 0, "A2"),
+        ("evict-parent-not-pushed", 0, "E3"),
+        ("hash-changes-at-split", 1, "N2"),
+        ("load-back-unprotected", 2, "C1"),
+        ("host-page-leaked", 0, "E1"),
+        ("host-page-leaked", 2, "H1"),
+    ],
+)
+def test_what_rests_on_much_shrinks_too(bug: str, seed: int, rule: str, tmp_path: Path) -> None:
+    """Totals, full pools, streams of events, host pages: their excerpts are short as well."""
+    draw, planted = random.Random(seed), find(bug)
+    page = draw.choice([1, 2, 4])
+    with planted.active(), contextlib.suppress(Violation):
+        if planted.suite == "hicache.state":
+            host, policy = draw.choice([20, 32]), draw.choice(WRITE_POLICIES)
+            driver: TreeDriver = HiCacheDriver(
+                resolve("refcache"), page_size=page, size=16, host_size=host, write_policy=policy
+            )
+        else:
+            driver = TreeDriver(
+                resolve("refcache"),
+                page_size=page,
+                size=page * draw.randint(-(-6 // page), 24 // page),
+                need_sort=draw.random() < 0.5,
+                is_eagle=draw.random() < 0.3,
+                enable_kv_cache_events=draw.random() < 0.5,
+            )
+        serve(driver, tmp_path / "t.jsonl", seed, 120)
+    found = judge_trace(tmp_path / "t.jsonl")
+    assert found.rule == rule
+    verdict, count = shrink_trace(tmp_path / "t.jsonl", tmp_path / "small.jsonl")
+    assert count <= 10
+    assert (verdict.n, verdict.evidence) == (found.n, found.evidence)
+    assert judge_trace(tmp_path / "small.jsonl") == verdict
 
 
 def test_shrink_writes_an_excerpt(trace: Trace, tmp_path: Path) -> None:

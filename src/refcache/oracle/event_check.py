@@ -62,11 +62,20 @@ class EventReplay:
             self.resident[block] = above
 
     def check(self, ledger: Ledger) -> None:
-        """Compare with what is cached; namespaces are inside the hashes, so they are counted."""
+        """Compare with what is cached; namespaces are inside the hashes, so they are counted.
+
+        Raises:
+            Violation: names the shortest prefix that is only on one side.
+        """
         seen = Counter(self.resident.values())
         expected = Counter(elements for _, elements in ledger.cached)
-        if seen != expected:
-            extra, missing = list((seen - expected).keys()), list((expected - seen).keys())
+        for elements in sorted(expected - seen, key=lambda e: (len(e), e)):
+            pages = [page for (_, prefix), page in ledger.cached.items() if prefix == elements]
             raise Violation(
-                "N2", f"the events leave {extra} too many and {missing} too few pages stored"
+                "N2",
+                f"page {pages[0]} is cached for {list(elements)}, and not stored by the events",
+            )
+        for elements in sorted(seen - expected, key=lambda e: (len(e), e)):
+            raise Violation(
+                "N2", f"the events leave {list(elements)} stored, and no page is cached for it"
             )

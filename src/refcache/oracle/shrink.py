@@ -7,6 +7,7 @@ counts when the same rule breaks. Nothing is drawn: the result depends on the lo
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -101,15 +102,23 @@ class _Best:
         return False
 
     def simplify_config(self) -> bool:
-        """Every setting at its default, then the smallest pool."""
+        """Every setting at its default, or else smaller pages; then the smallest pool."""
         changed = False
         for f in fields(self.driver.config):
             if self.config[f.name] != f.default and f.name != "size":
                 changed |= self.tries(({**self.config, f.name: f.default}, self.calls))
-        return changed | self._simplify(self.config["size"], self._put_size)
+        changed |= self._simplify(self.config["page_size"], partial(self._put, "page_size"))
+        while any(self.tries(self._put("size", size)) for size in self._smaller_sizes()):
+            changed = True
+        return changed
 
-    def _put_size(self, size: int) -> Program:
-        return {**self.config, "size": size}, self.calls
+    def _put(self, name: str, value: Any) -> Program:
+        return {**self.config, name: value}, self.calls
+
+    def _smaller_sizes(self) -> tuple[int, int]:
+        """Half the pages, and one page less."""
+        size, page = self.config["size"], self.config["page_size"]
+        return size // page // 2 * page, size - page
 
     def shrink_pool_and_prompt(self) -> bool:
         """A shortage stays one when the pool and a prompt shrink together."""

@@ -12,7 +12,11 @@ class HostRules(Rules):
         need = -(-call.need_size // self.page_size)
         free = self.host.free_count
         if call.slots is None:
-            self._require(need > free, "AL2", f"refused {need} host pages although {free} are free")
+            self._require(
+                need > free or not self.totals,
+                "AL2",
+                f"refused {need} host pages although {free} are free",
+            )
             return
         self._require(
             len(call.slots) == call.need_size,
@@ -116,12 +120,7 @@ class HostRules(Rules):
         self.nodes[call.node] = prefix
 
     def _evict_host(self, call: f.EvictHost) -> None:
-        freed = len(self.host.freed) * self.page_size
-        self._require(
-            call.num_tokens_evicted == freed or not self.totals,
-            "E1",
-            f"evict_host returned {call.num_tokens_evicted}, it freed {freed} host slots",
-        )
+        """Its frees are inner records."""
 
     def _poll(self, call: f.Poll) -> None:
         """Its acknowledgements are inner records."""

@@ -79,7 +79,7 @@ def judge_lines(header: f.Header, lines: Iterable[f.Line]) -> TraceVerdict:
                 op_of(line.call),
                 violation.id,
                 violation.evidence,
-                tuple(judge.argument(violation.evidence)),
+                tuple(judge.argument(violation.id, violation.evidence)),
             )
         except Undecidable as reason:
             where = f"record {line.n}, {op_of(line.call)}: {reason}"
@@ -105,12 +105,14 @@ class Judge(PoolRules, TreeRules, HostRules):
         self.device.freed, self.host.freed = [], []
         self.device.dropped, self.host.dropped = [], []
         self.loaded = []
-        self.totals = not self.header.excerpt or line.after is not None
+        self.device.gaps = self.host.gaps = self.header.excerpt and line.after is None
+        self.totals = not self.header.excerpt or line.before is not None
         self.written = {}
         before = self._counts()
         if call.error is not None and self._may_refuse(call):
             return
         self._permit(call)
+        self._returned(line)
         for part in line.inner:
             self._dispatch(part, inner=True)
         if call.error is not None:
@@ -161,6 +163,15 @@ class Judge(PoolRules, TreeRules, HostRules):
         after, known = line.after, line.before or self.last
         if after is None:
             return
+        if self.totals:
+            self._growth(known, after, before)
+            self._delta(line.call, known, after)
+        self._protected(after)
+        if isinstance(line.call, f.Evict):
+            self._evicted_enough(line.call, after)
+        self.last = after
+
+    def _growth(self, known: f.Sizes, after: f.Sizes, before: tuple[int, int, int]) -> None:
         size = self.page_size
         free, cached, host_free = (
             (now - then) * size for now, then in zip(self._counts(), before, strict=True)
@@ -187,13 +198,8 @@ class Judge(PoolRules, TreeRules, HostRules):
                 "H1",
                 f"the free host slots grew by {grown}, but {host_free} were freed less those taken",
             )
-        self._locks(line, known, after)
-        if isinstance(line.call, f.Evict):
-            self._evicted_enough(line.call, after)
-        self.last = after
 
-    def _locks(self, line: f.Line, known: f.Sizes, after: f.Sizes) -> None:
-        call = line.call
+    def _delta(self, call: f.AnyCall, known: f.Sizes, after: f.Sizes) -> None:
         if isinstance(call, f.IncLockRef | f.DecLockRef) and call.delta is not None:
             grown = (after.evictable or 0) - (known.evictable or 0)
             self._require(
@@ -201,7 +207,10 @@ class Judge(PoolRules, TreeRules, HostRules):
                 "K1",
                 f"{op_of(call)} returned {call.delta}, evictable_size() changed by {grown}",
             )
-        if after.protected is None or self.header.excerpt:
+
+    def _protected(self, after: f.Sizes) -> None:
+        """At least what is held, which a copy in flight may add to; nothing if nobody holds."""
+        if after.protected is None:
             return
         locked = len(self.device.locked()) * self.page_size
         holders = self.device.holding or self.copies

@@ -7,7 +7,7 @@ records that made it what it is, which is the argument behind a verdict.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from refcache.oracle.ledger import Ledger, Prefix
@@ -25,10 +25,13 @@ class History(Ledger):
         below: cached pages that directly follow a prefix.
         dropped: prefixes that left this tier in the record in progress.
         tier: "" for the device, "host " for the host, whose pages are numbered from 0.
+        gaps: lines were left out before this one: a page that is handed out was freed by one of
+            them, and a page that is freed may be one that they handed out.
     """
 
     def __init__(self, pages: int, page_size: int, tier: str = "") -> None:
         self.at = ""
+        self.gaps = False
         self.tier = tier
         super().__init__(pages, page_size, self._raise, first=0 if tier else 1)
 
@@ -44,6 +47,8 @@ class History(Ledger):
         self.below: Counter[Prefix] = Counter()
         self.holding: Counter[tuple[Any, Prefix]] = Counter()
         self.lock_count: Counter[Prefix] = Counter()
+        self.locked_at: dict[tuple[Any, Prefix], str] = {}
+        self.unlocked_at = ""
         self.dropped: list[Prefix] = []
 
     @property
@@ -55,6 +60,7 @@ class History(Ledger):
 
     def hold(self, handle: Any, prefix: Prefix) -> None:
         self.holding[handle, prefix] += 1
+        self.locked_at[handle, prefix] = self.at
         self.lock_count.update(self.prefixes(prefix))
 
     def drop(self, handle: Any, prefix: Prefix) -> None:
@@ -63,6 +69,7 @@ class History(Ledger):
         self.holding[handle, prefix] -= 1
         if not self.holding[handle, prefix]:
             del self.holding[handle, prefix]
+            self.unlocked_at = self.at
         for part in self.prefixes(prefix):
             self.lock_count[part] -= 1
             if not self.lock_count[part]:
@@ -70,6 +77,8 @@ class History(Ledger):
 
     def take(self, slots: Iterable[int], name: str) -> None:
         pages = list(dict.fromkeys(slot // self.page_size for slot in slots))
+        if self.gaps:
+            self._free_unseen(pages)
         super().take((page * self.page_size for page in pages), name)
         for page in pages:
             self.past[page] = [f"{self.at} handed out {self.tier}page {page}"]
@@ -79,8 +88,17 @@ class History(Ledger):
         self.below[self.above(prefix)] += 1
         self._tell(page, f"cached it for {show(prefix)}")
 
+    def _free_unseen(self, pages: Iterable[int]) -> None:
+        """Pages are free, whoever had them."""
+        for page in pages:
+            owner = self.owner.pop(page, None)
+            if isinstance(owner, tuple):
+                del self.cached[owner]
+                self.left(owner)
+        self.dropped.clear()
+
     def release(self, pages: Iterable[int]) -> None:
-        pages = list(pages)
+        pages = [page for page in pages if page in self.owner or not self.gaps]
         owners = [self.owner.get(page) for page in pages]
         super().release(pages)
         for page, owner in zip(pages, owners, strict=True):
@@ -102,6 +120,7 @@ class History(Ledger):
         self.cached.clear()
         self.below.clear()
         self.holding.clear()
+        self.unlocked_at = self.at
         self.lock_count.clear()
 
     def above(self, prefix: Prefix) -> Prefix:
@@ -109,6 +128,14 @@ class History(Ledger):
 
     def _tell(self, page: int, what: str) -> None:
         self.past.setdefault(page, []).append(f"{self.at} {what}")
+
+    def lock_story(self) -> Iterator[str]:
+        """Who holds which prefix, one line each; or since when nobody does."""
+        for handle, prefix in self.holding:
+            at = self.locked_at[handle, prefix]
+            yield f"node {handle} is held for {show(prefix)} since {at}"
+        if not self.holding and self.unlocked_at:
+            yield f"nobody holds a node since {self.unlocked_at}"
 
     def story(self, pages: Iterable[int]) -> list[str]:
         """What happened to pages, one line each."""

@@ -53,7 +53,11 @@ class PoolRules(Rules):
         need = sum(-(-seq // size) - -(-prefix // size) for prefix, seq, _ in lanes)
         free = self.device.free_count
         if slots is None:
-            self._require(need > free, "AL2", f"refused {need} pages although {free} are free")
+            self._require(
+                need > free or not self.totals,
+                "AL2",
+                f"refused {need} pages although {free} are free",
+            )
             return
         count = sum(seq - prefix for prefix, seq, _ in lanes)
         self._require(len(slots) == count, "AL1", f"{len(slots)} slots, but {count} were asked for")

@@ -45,7 +45,8 @@ class Rules:
         copies: those that are not acknowledged, by kind and number.
         written, loaded: host pages and device slots of the copies of the record in progress.
         last: the sizes after the last record that had them.
-        totals: the record in progress is whole; in an excerpt only the failing one has to be.
+        totals: how much is free or cached may be judged. An excerpt lacks owners, so there it may
+            not, except at the failing record if that says what was before.
     """
 
     def __init__(self, header: f.Header) -> None:
@@ -67,8 +68,10 @@ class Rules:
             header.size, 0, 0, header.host_size if header.host_size is not None else None
         )
 
-    def argument(self, evidence: str) -> Iterator[str]:
-        """The past of each page that the evidence names."""
+    def argument(self, rule: str, evidence: str) -> Iterator[str]:
+        """The past of each page that the evidence names; for locks, who has them."""
+        if rule == "A2":
+            yield from self.device.lock_story()
         for tier, history in (("", self.device), ("host ", self.host)):
             pattern = r"(?<!host )pages? \[?(\d+)" if not tier else r"host pages? \[?(\d+)"
             pages = dict.fromkeys(int(p) for p in re.findall(pattern, evidence))

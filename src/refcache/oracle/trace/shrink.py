@@ -8,7 +8,8 @@ same argument, so nothing that the verdict rests on can go, and nothing is made 
 was left out.
 
 The result is an *excerpt*: numbers are those of the whole trace, only the failing record carries
-sizes, evictions may have lost frees that do not matter, and totals are no longer judged.
+sizes, and evictions may have lost frees that do not matter. Before that record a page that is
+handed out again needs no record of its free, and nothing about how much is free is judged.
 """
 
 import re
@@ -55,9 +56,11 @@ def shrink_lines(header: Header, lines: Sequence[Line]) -> tuple[Header, list[Li
         raise InvalidArgument(f"the trace is no violation but {found.verdict}: nothing to shrink")
     kept = [line for line in lines if line.n <= found.n]
     excerpt = replace(header, excerpt=True)
-    local = _with_sizes_once(kept)
-    if not _same(judge_lines(excerpt, local), found):
-        return header, kept  # totals over the whole trace: all of it is needed
+    local = next(
+        (k for k in _with_fewer_sizes(kept) if _same(judge_lines(excerpt, k), found)), None
+    )
+    if local is None:
+        return header, kept
     kept = _needed(excerpt, local, found)
     size = max(1, len(kept) // 2)
     while True:
@@ -78,11 +81,14 @@ def _same(seen: TraceVerdict, found: TraceVerdict) -> bool:
     )
 
 
-def _with_sizes_once(lines: list[Line]) -> list[Line]:
-    """Sizes at the last record only, before and after it: elsewhere they depend on every other."""
+def _with_fewer_sizes(lines: list[Line]) -> Iterator[list[Line]]:
+    """Sizes at the last record only, since elsewhere they depend on every other: after it, or
+    before it as well, which then says by how much they grew.
+    """
     before = next((line.after for line in reversed(lines[:-1]) if line.after), None)
-    last = replace(lines[-1], before=lines[-1].before or before)
-    return [replace(line, before=None, after=None) for line in lines[:-1]] + [last]
+    bare = [replace(line, before=None, after=None) for line in lines[:-1]]
+    for known in (None, lines[-1].before or before):
+        yield [*bare, replace(lines[-1], before=known)]
 
 
 # ---- what a record rests on ----------------------------------------------------------------------
@@ -208,7 +214,7 @@ def _without_cause(
         if not isinstance(part, f.Free)
         or not pages & {slot // header.page_size for slot in part.slots}
     ]
-    if at.after is None and isinstance(at.call, f.Evict) and 0 < len(kept) < len(at.inner):
+    if at.before is None and isinstance(at.call, f.Evict) and 0 < len(kept) < len(at.inner):
         return [*lines[:index], replace(at, inner=kept), *lines[index + 1 :]]
     gone = {at.n} if at.n not in stays else numbers(seen.argument) - stays
     return [line for line in lines if line.n not in gone]

@@ -5,7 +5,7 @@ from typing import Any
 from refcache.oracle.ledger import Prefix
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.model import show
-from refcache.oracle.trace.rules import Rules, Undecidable
+from refcache.oracle.trace.rules import Rules, Undecidable, op_of
 from refcache.oracle.violation import Violation
 
 
@@ -83,16 +83,26 @@ class TreeRules(Rules):
             self.device.adopt(part, page)
 
     def _evict(self, call: f.Evict) -> None:
-        freed = len(self.device.freed) * self.page_size
+        """Its frees are inner records."""
+
+    def _returned(self, line: f.Line) -> None:
+        """E1: what an eviction returns is what it gave back, on its own tier."""
+        call = line.call
+        if not isinstance(call, f.Evict | f.EvictHost) or call.error is not None or not self.totals:
+            return
+        kind, what = (f.Free, "tokens") if isinstance(call, f.Evict) else (f.HostFree, "host slots")
+        parts = [part for part in line.inner if isinstance(part, kind) and part.error is None]
+        pages = [page for part in parts for page in self.pages_of(part.slots)]
+        freed = len(pages) * self.page_size
         self._require(
-            call.num_tokens_evicted == freed or not self.totals,
+            call.num_tokens_evicted == freed or len({*pages}) < len(pages),
             "E1",
-            f"evict returned {call.num_tokens_evicted}, it freed {freed} tokens",
+            f"{op_of(call)} returned {call.num_tokens_evicted}, it freed {freed} {what}",
         )
 
     def _evicted_enough(self, call: f.Evict, after: f.Sizes) -> None:
         """E3; under write-back a leaf without room on the host may have to stay."""
-        freed = len(self.device.freed) * self.page_size
+        freed = call.num_tokens_evicted
         if freed >= call.num_tokens or self.header.write_policy == "write_back":
             return
         locked = self.device.locked()
