@@ -34,7 +34,10 @@ TARGETS = {
     "sglang:0.5.12": (*ONE_TIER, "hicache.state"),
     "sglang:0.5.12+overlap": ("hicache.streams",),
     "sglang:0.5.12+events": ("tree.state",),
-    "sglang:0.5.23": ONE_TIER,
+    "sglang:0.5.23": (*ONE_TIER, "hicache.state"),
+    "sglang:0.5.23+rust": ("tree.state", "hicache.state"),
+    "sglang:0.5.23+overlap": ("hicache.streams",),
+    "sglang:0.5.23+events": ("tree.state",),
     "sglang:0.5.23+kernels": ("allocator.state",),
 }
 """What is run on which target: releases as they are, and held to more (``+variant``)."""

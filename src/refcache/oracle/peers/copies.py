@@ -70,7 +70,7 @@ def kernel(name: str) -> Callable[..., None]:
             [
                 buffer
                 for key, value in given.items()
-                if key.startswith(side) and isinstance(value, (torch.Tensor, list))
+                if key.startswith(side) and isinstance(value, (torch.Tensor, list, tuple))
                 for buffer in _buffers(value, layer_id)
             ]
             for side in ("src", "dst")
@@ -95,7 +95,7 @@ def kernel(name: str) -> Callable[..., None]:
 
 def _buffers(value: Any, layer_id: int) -> list[Buffer]:
     """What an argument names: a list of arguments, a table of addresses, a layer, or a plane."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [buffer for one in value for buffer in _buffers(one, layer_id)]
     if value.dtype == torch.uint64:
         return [_find(address) for address in value.tolist()]

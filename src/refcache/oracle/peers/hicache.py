@@ -10,7 +10,7 @@ the forwards wait in streams. A copy keeps its index tensors alive.
 """
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -87,16 +87,7 @@ def build(
     device.use(runtime)
     copies.forget()
     one_rank_group()
-    mla = config.mla and config.layout in ("layer_first", "page_first")
-    pools = engine.module("mem_cache.memory_pool")
-    if mla:
-        inner = pools.MLATokenToKVPool(
-            config.size, config.page_size, torch.int64, 2, 1, LAYERS, "cpu", False
-        )
-    else:
-        inner = pools.MHATokenToKVPool(
-            config.size, config.page_size, torch.int64, 1, 2, LAYERS, "cpu", False
-        )
+    inner, mla = device_pool(engine, config)
     pool = DevicePool(inner, runtime)
     wrapped = allocator(inner)
     base = engine.module("mem_cache.hiradix_cache").HiRadixCache
@@ -107,15 +98,28 @@ def build(
     tree.load_back_threshold = config.load_back_threshold
     host = tree.token_to_kv_pool_host
     planes = (host.kv_buffer,) if mla else tuple(host.kv_buffer)
-    views = [_layer_views(plane, config) for plane in planes]
-    copies.register(host, views, paged=True)
+    register_host(host, planes, config)
     counter = tree.cache_controller.layer_done_counter
     return HiCacheParts(tree, wrapped, rows, pool, host, planes, counter)
 
 
-def _layer_views(plane: torch.Tensor, config: HiCacheConfig) -> list[torch.Tensor]:
-    layout = Layout.of_buffer(config.layout, plane, config.page_size)
-    return [layout.rows(plane, layer) for layer in range(LAYERS)]
+def device_pool(engine: Engine, config: HiCacheConfig) -> tuple[Any, bool]:
+    """A device pool of the release, and whether it is MLA's, which has fewer layouts."""
+    mla = config.mla and config.layout in ("layer_first", "page_first")
+    pools = engine.module("mem_cache.memory_pool")
+    made, widths = (pools.MLATokenToKVPool, (2, 1)) if mla else (pools.MHATokenToKVPool, (1, 2))
+    given = (config.size, config.page_size, torch.int64, *widths, LAYERS, "cpu", False)
+    return made(*given), mla
+
+
+def register_host(host: Any, planes: Sequence[torch.Tensor], config: HiCacheConfig) -> None:
+    """Let the copy kernels find the rows of a host pool."""
+    layouts = [Layout.of_buffer(config.layout, plane, config.page_size) for plane in planes]
+    views = [
+        [layout.rows(plane, layer) for layer in range(LAYERS)]
+        for layout, plane in zip(layouts, planes, strict=True)
+    ]
+    copies.register(host, views, paged=True)
 
 
 def server_args(config: HiCacheConfig) -> SimpleNamespace:

@@ -27,11 +27,13 @@ VARIANTS = {
     "exact": frozenset({"exact"}),
     "overlap": frozenset({"fences"}),
     "kernels": frozenset[str](),
+    "rust": frozenset[str](),
 }
 """What ``sglang:VERSION+VARIANT`` is held to beyond the plain target: its KV events tell what is
 cached; it makes the choices of profile sglang-0.5.10 (0.5.10 itself does); streams alone order its
 copies against forwards. ``kernels``: 0.5.23's paged allocator with its Triton kernels, instead of
-the plain functions it has for a CPU (earlier releases always use their kernels)."""
+the plain functions it has for a CPU (earlier releases always use their kernels). ``rust``: 0.5.23's
+tree with its Rust core, compared call by call with the Python core that the plain target has."""
 
 
 class SglangTarget(Target):
@@ -223,4 +225,10 @@ def peer_target(spec: str) -> Target:
             f"target {spec!r}: expected sglang, sglang:VERSION or sglang:VERSION+VARIANT; VERSION "
             f"one of {', '.join(VERSIONS)}, VARIANT one of {', '.join(filter(None, VARIANTS))}"
         )
+    if variant == "rust" and version != "0.5.23":
+        raise InvalidArgument(f"target {spec!r}: sglang {version} has no Rust core; 0.5.23 has")
+    if version == "0.5.23":
+        from refcache.oracle.peers.unified import UnifiedTarget
+
+        return UnifiedTarget(version, variant)
     return SglangTarget(version, variant)
