@@ -28,6 +28,7 @@ GROUPS = {
     "Match and insert": ("M0", "M1", "M2", "M3"),
     "Eviction": ("E1", "E2", "E3"),
     "Allocation": ("AL1", "AL2"),
+    "Ops": ("OP1", "OP2", "OP3"),
     "Page hashes and KV events": ("N1", "N2"),
     "Host slots": ("H1", "H2"),
     "Copies in flight": ("X1", "X2", "X5", "LIFE"),

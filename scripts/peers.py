@@ -74,7 +74,7 @@ def machine(policy: str, streams: bool) -> type[HiCacheMachine]:
             self.start_driver(self.d)
 
         if streams:
-            insert = insert_and_reset = reset = None
+            insert = insert_and_reset = reload_and_settle = reset = None
 
     return Machine
 

@@ -99,7 +99,9 @@ def build(
     host = tree.token_to_kv_pool_host
     planes = (host.kv_buffer,) if mla else tuple(host.kv_buffer)
     register_host(host, planes, config)
-    counter = tree.cache_controller.layer_done_counter
+    controller = tree.cache_controller
+    controller.write_stream.name, controller.load_stream.name = "write", "load"
+    counter = controller.layer_done_counter
     return HiCacheParts(tree, wrapped, rows, pool, host, planes, counter)
 
 

@@ -76,6 +76,8 @@ def build(
     atexit.unregister(tree.shutdown)
     tree.load_back_threshold = config.load_back_threshold
     controller = tree.cache_controller
+    copier = controller.l2_transfer_engine
+    copier.device_to_host_stream.name, copier.host_to_device_stream.name = "write", "load"
     controller.load_fence_stream = controller.write_fence_stream = forward
     host = tree.host_pool_group.anchor_entry.host_pool
     planes = (host.kv_buffer,) if mla else tuple(host.kv_buffer)

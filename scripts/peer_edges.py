@@ -1,0 +1,93 @@
+"""Which ordering edges a release's two-tier cache lacks: every distinct race, not the first one.
+
+``python scripts/peer_edges.py sglang:0.5.10+overlap --examples 60`` plays the calls of an overlap
+loop on the simulated machine, with a tracker that only collects, and prints one line a kind of race
+and write policy: the two accesses with their streams, how often, and an example.
+"""
+
+import argparse
+import re
+from collections import Counter
+from typing import Any
+
+import peers
+from hypothesis.stateful import initialize
+
+from refcache.oracle import HiCacheDriver, resolve
+from refcache.runtime import RaceFound
+from refcache.testing import run
+from refcache.testing.hicache_machine import HiCacheMachine
+from refcache.testing.registry import SUITES, Suite
+from refcache.testing.strategies import hicache_configs
+from refcache.types import WRITE_POLICIES
+
+CASES = 5
+"""Cases a seed: a violation of another rule ends a seed's cases."""
+
+SIDE = re.compile(r"(read|write) by '[^']+' \(number \d+ of (?:stream|host thread) '([^']+)'\)")
+
+
+class Collecting(HiCacheDriver):
+    """Goes on after a race."""
+
+    def build(self) -> None:
+        super().build()
+        assert self.machine.tracker is not None
+        self.machine.tracker.stop = False
+
+
+def kind(race: RaceFound) -> str:
+    """A race without its cell, and with streams for the accesses."""
+    sides = SIDE.findall(str(race))
+    cell = race.where.split()[0]
+    return f"{cell}: " + ", then ".join(f"a {what} on stream {on}" for what, on in sides)
+
+
+def machine(policy: str, found: Counter[str], examples: dict[str, str]) -> type[HiCacheMachine]:
+    """The two-tier machine of ``peers.machine``; at the end of a case the races are added up."""
+
+    class Machine(peers.machine(policy, streams=True)):  # type: ignore[misc]
+        @initialize(config=hicache_configs().map(lambda c: {**c, "write_policy": policy}))
+        def start(self, config: Any) -> None:
+            self.d = Collecting(self.target, **config)
+            self.start_driver(self.d)
+
+        def teardown(self) -> None:
+            try:
+                super().teardown()
+            finally:
+                tracker = self.d.machine.tracker
+                races = [r for r in (tracker.reports if tracker else ()) if type(r) is RaceFound]
+                for name in {kind(race) for race in races}:
+                    found[name] += 1
+                for race in races:
+                    examples.setdefault(kind(race), str(race))
+
+    return Machine
+
+
+def main() -> None:
+    """The command; see the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--examples", type=int, default=60)
+    given = parser.parse_args()
+    target = resolve(given.target)
+    for policy in WRITE_POLICIES:
+        found: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        row = f"edges {policy}"
+        SUITES[row] = Suite(row, machine(policy, found, examples), HiCacheDriver.needs)
+        cases, rules = 0, Counter[str]()
+        for seed in range(-(-given.examples // CASES)):
+            result = run.run_suite(row, target, max_examples=CASES, seed=seed, shrink=False)
+            cases += result.cases
+            if result.failure is not None:
+                rules[result.failure.rule] += 1
+        print(f"{given.target} {policy}: {cases} cases; other rules: {dict(rules)}", flush=True)
+        for name, count in found.most_common():
+            print(f"  {count:4} cases  {name}\n             {examples[name]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
