@@ -1,0 +1,74 @@
+"""The newcomer's path: the examples are judged as the README says, and they are short."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from refcache.cli.main import main
+from refcache.oracle import resolve
+from refcache.testing import run_suite
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+def code_lines(name: str) -> int:
+    """Lines of the class on trial, without blank ones."""
+    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    body = source[source.index("\nclass ") : source.index("\nclass MyTarget")]
+    return sum(bool(line.strip()) for line in body.splitlines())
+
+
+def test_the_double_hand_out_is_found_as_the_readme_shows() -> None:
+    result = run_suite("allocator.state", resolve("double_handout:MyTarget"))
+    assert result.failure is not None
+    assert result.failure.rule == "P1"
+    assert f"\n{result.failure.text}\n" in README
+    assert code_lines("double_handout") <= 45
+
+
+def test_its_report_runs_from_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("refcache.oracle.planted.all_bugs", lambda: ())
+    arguments = ["check", "double_handout:MyTarget", "--suite", "allocator", "--json"]
+    assert main([*arguments, "--report", str(tmp_path / "report")]) == 1
+    row = json.loads(capsys.readouterr().out)["suites"][0]
+    paths = [str(EXAMPLES), *(path for path in sys.path if path)]
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, tmp_path / "report" / row["folder"] / "repro.py"],
+        cwd=tmp_path / "empty",
+        env={"PYTHONPATH": ":".join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"P1: {row['evidence']}")
+
+
+@pytest.mark.parametrize("suite", ["allocator.state", "tree.state", "loop.state"])
+def test_the_radix_cache_is_found_sound(suite: str) -> None:
+    result = run_suite(suite, resolve("my_radix_cache:MyTarget"))
+    assert result.verdict == "ok", result.failure.text if result.failure else result.reason
+    assert code_lines("my_radix_cache") <= 130
+
+
+def test_a_slip_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its verdict means something: nodes that are never split hold too much."""
+    target = resolve("my_radix_cache:MyTarget")
+    cache = sys.modules["my_radix_cache"].MyRadixCache
+    monkeypatch.setattr(cache, "split", lambda self, node, at: node)
+    result = run_suite("tree.state", target, max_examples=20)
+    assert result.failure is not None
+    assert result.failure.rule != "crash"
