@@ -1,9 +1,10 @@
 """The command line survives bad calls and damaged traces: no traceback, the right exit code.
 
 ``REFCACHE_FUZZ`` sets how many examples each test draws; by default a few, since ten thousand take
-minutes.
+minutes: the nightly test draws those.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -65,17 +66,72 @@ VALUES = ["nope", "absent/file", "-1", "0.5", "x:y", ":", "os:getcwd", "\0", "\n
 words = st.sampled_from(OPTIONS) | st.sampled_from(VALUES) | st.text(max_size=6)
 
 
-@fuzz
-@given(command=st.sampled_from(COMMANDS), rest=st.lists(words, max_size=5))
-def test_bad_calls(folder: Path, command: str, rest: list[str]) -> None:
-    """Every call names something that is not there, so none may do anything."""
-    arguments = [command, *rest, "--not-an-option"]
-    code, out, err = call(arguments)
-    helped = "--help" in rest
-    assert code == (0 if helped else 2), (arguments, out, err)
+# Calls that are whole, except for a value that is wrong: none gets past its checks.
+WRONG = [
+    ["check", "no.such:target"],
+    ["check", "os:getcwd"],
+    ["check", "--suite", "nope"],
+    ["check", "--planted", "nope"],
+    ["check", "--xfails", "absent"],
+    ["check", "--xfails", "."],
+    ["check", "--profile", "nope"],
+    ["check", "--without-edge", "nope"],
+    ["check", "--max-examples", "0"],
+    ["campaign", "no.such:target"],
+    ["campaign", "--suite", "nope"],
+    ["campaign", "--workers", "0"],
+    ["campaign", "naive", "--suite", "hicache"],
+    ["replay", "absent"],
+    ["replay", "."],
+    ["judge", "absent"],
+    ["shrink", "absent"],
+    ["workload", "absent/x"],
+    ["workload", "x", "--requests", "0"],
+    ["planted", "--only-one"],
+]
+numbers = st.integers(-(2**70), 2**70).map(str) | st.floats().map(str)
+flags = st.sampled_from(["--json", "--serial", "--exact"])
+harmless = st.tuples(st.just("--seed"), numbers) | st.tuples(flags)
+
+
+@st.composite
+def bad_calls(draw: st.DrawFn) -> list[str]:
+    """Words in any order before an option that does not exist, or a whole call with a wrong value.
+
+    The unknown option comes twice: an option before it may take the first one as its value.
+    """
+    if draw(st.booleans()):
+        rest = draw(st.lists(words | numbers, max_size=5))
+        return [draw(st.sampled_from(COMMANDS)), *rest, "--not-an-option", "--not-an-option"]
+    options = draw(st.lists(harmless, max_size=2))
+    return [*draw(st.sampled_from(WRONG)), *(word for pair in options for word in pair)]
+
+
+def refuses(folder: Path, arguments: list[str]) -> None:
+    """A bad call: exit code 2, one line, and nothing in the current folder."""
+    before = sorted(folder.iterdir())
+    with contextlib.chdir(folder):
+        code, out, err = call(arguments)
+    helped = "--help" in arguments and code == 0
+    assert code == 2 or helped, (arguments, code, out, err)
     assert "Traceback" not in out + err
     assert helped or err.startswith("refcache: "), (arguments, err)
-    assert err.count("\n") <= 1
+    assert err.count("\n") <= 1, (arguments, err)
+    assert sorted(folder.iterdir()) == before, arguments
+
+
+@fuzz
+@given(arguments=bad_calls())
+def test_bad_calls(folder: Path, arguments: list[str]) -> None:
+    """Every call names something that is not there, so none may do anything."""
+    refuses(folder, arguments)
+
+
+@pytest.mark.nightly
+@settings(fuzz, max_examples=10_000)
+@given(arguments=bad_calls())
+def test_ten_thousand_bad_calls(folder: Path, arguments: list[str]) -> None:
+    refuses(folder, arguments)
 
 
 @fuzz

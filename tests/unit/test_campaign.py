@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from refcache.errors import InvalidArgument
+from refcache.oracle.trace import judge_trace
 from refcache.testing import campaign as c
 
 BROKEN = '''
@@ -37,6 +38,7 @@ class Broken(NaiveTarget):
     def allocator(self, config):
         return Forgetful(config.size, config.page_size)
 '''
+WHOLE = {"repro.py", "trace.jsonl", "before.txt", "after.txt", "verdict.json"}
 PLAN = c.Plan("naive", ("allocator.state", "allocator.misuse"), max_examples=3)
 
 
@@ -157,6 +159,7 @@ def test_killed_for_real(broken: Path) -> None:
     """SIGKILL at ten random moments of ten processes; then it is finished."""
     draw = random.Random(1)
     seen: dict[tuple[str, int], c.Run] = {}
+    plan = c.Plan("forgetful_target:Broken", ("allocator.state",))
     processes = started(broken, 1000)
     for _ in range(10):
         process = next(processes)
@@ -167,12 +170,19 @@ def test_killed_for_real(broken: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         if (broken / "c" / "campaign.json").exists():
-            plan = c.Plan("forgetful_target:Broken", ("allocator.state",))
             state = c.open_campaign(broken / "c", plan)
             now = {(r.suite, r.seed): r for r in state.runs}
             assert len(now) == len(state.runs)  # nothing ran twice
             assert seen.items() <= now.items()  # nothing was lost
             seen = now
-            for name in state.failures:
-                assert (broken / "c" / "failures" / name / "verdict.json").exists()
+            folders = list((broken / "c" / "failures").iterdir())
+            assert {*state.failures} <= {path.name for path in folders}
+            for path in folders:  # also of a run whose line was not written yet
+                assert {p.name for p in path.iterdir()} == WHOLE
+                assert json.loads((path / "verdict.json").read_text())["verdict"] == "violation"
+                assert judge_trace(path / "trace.jsonl").rule == "P1"
     assert len(seen) > 10
+    state = c.open_campaign(broken / "c", plan)
+    (run_now,) = run(state, 1)
+    assert (run_now.suite, run_now.seed) not in seen
+    assert journal(broken / "c") == [*seen.values(), run_now]
