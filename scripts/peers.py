@@ -79,19 +79,19 @@ def machine(policy: str, streams: bool) -> type[HiCacheMachine]:
     return Machine
 
 
-def rows(target: str, suites: list[str], examples: int, explain: bool) -> None:
+def rows(target: str, suites: list[str], given: argparse.Namespace) -> None:
     """Print the rows of one target; this process imports its release."""
     subject = resolve(target)
     for name in suites:
         tiers = name.startswith("hicache")
-        for policy in WRITE_POLICIES if tiers else ("-",):
+        for policy in (given.policy or WRITE_POLICIES) if tiers else ("-",):
             row = name
             if tiers:
                 row = f"{name} {policy}"
                 made = machine(policy, name.endswith("streams"))
                 SUITES[row] = Suite(row, made, HiCacheDriver.needs)
             start = time.monotonic()
-            result = run.run_suite(row, subject, max_examples=examples, seed=0)
+            result = run.run_suite(row, subject, max_examples=given.examples, seed=given.seed)
             found = result.reason.splitlines()[-1:] or [""]
             if result.failure is not None:
                 steps = sum(line.startswith("d.") for line in result.failure.steps)
@@ -101,7 +101,7 @@ def rows(target: str, suites: list[str], examples: int, explain: bool) -> None:
                 f"{time.monotonic() - start:5.0f} s  {found[0]}",
                 flush=True,
             )
-            if explain and result.failure is not None:
+            if given.explain and result.failure is not None:
                 print(result.failure.text, flush=True)
 
 
@@ -129,11 +129,13 @@ def main() -> int:
     parser.add_argument("suites", nargs="*")
     parser.add_argument("--examples", type=int, default=60)
     parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", action="append", choices=WRITE_POLICIES, help="rows: only this")
     given = parser.parse_args()
     if given.command == "unpack":
         return unpack()
     if given.command == "rows":
-        rows(given.target, given.suites, given.examples, given.explain)
+        rows(given.target, given.suites, given)
         return 0
     return verdicts(given.examples, given.explain, given.target)
 

@@ -92,6 +92,7 @@ def test_known_bugs_are_seen(bug: str) -> None:
     [
         ("sglang:9.9", "expected sglang"),
         ("sglang:0.5.10+nonsense", "VARIANT one of"),
+        ("sglang:0.5.10+rust", "has no Rust core"),
     ],
 )
 def test_names_are_checked(spec: str, message: str) -> None:
@@ -106,6 +107,55 @@ def test_a_release_that_is_not_there_says_how_to_get_it(
     monkeypatch.setattr(engine, "_loaded", [])
     with pytest.raises(MissingExtra, match="make peers"):
         resolve("sglang:0.5.10")
+
+
+SEQUENCES = 10_000
+PARTS = 10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_the_state_suite_is_silent_on_correct_code(policy: str, part: int) -> None:
+    """Write-through on 0.5.10 has no known bug that the state suite is for: no alarm in 10,000
+    random sequences."""
+    if "0.5.10" not in engine.unpacked():
+        pytest.skip("sglang 0.5.10 is not unpacked: make peers")
+    size = ["--examples", str(SEQUENCES // PARTS // 2), "--seed", str(1000 + part)]
+    row = ["rows", "sglang:0.5.10", "hicache.state", "--policy", policy, "--explain"]
+    ran = python(str(ROOT / "scripts" / "peers.py"), *row, *size)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[3] == "ok", ran.stdout
+
+
+CORES = """
+import sys
+from refcache.oracle import HiCacheDriver, Violation, resolve
+from refcache.oracle.peers import cores
+target = resolve("sglang:0.5.23+rust")
+d = HiCacheDriver(target, size=16, host_size=40)
+core = d.tree.tree_core
+assert type(core.leader).__name__ == "RustUnifiedTreeCore", core.leader
+assert type(core.shown).__name__ == "UnifiedTreeCore", core.shown
+d.admit((1, 2, 3, 4)); d.finish(0); d.settle(); d.evict(4); d.readmit(0, 5); d.settle()
+if sys.argv[1] == "differ":
+    evictable = type(core.shown).evictable_size
+    type(core.shown).evictable_size = lambda self: evictable(self) + 1
+try:
+    d.match((1, 2, 9))
+    print("same")
+except Violation as violation:
+    print(violation.id, violation.evidence)
+"""
+
+
+@pytest.mark.parametrize(("what", "expected"), [("same", "same"), ("differ", "DIFF")])
+def test_the_rust_core_leads_and_the_python_core_is_compared(what: str, expected: str) -> None:
+    if "0.5.23" not in engine.unpacked():
+        pytest.skip("sglang 0.5.23 is not unpacked: make peers")
+    ran = python("-c", CORES, what)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(expected), ran.stdout
 
 
 def test_an_unknown_bug_is_refused() -> None:
