@@ -80,8 +80,8 @@ def planted() -> str:
         "patched code is executed, and a named [rule](invariants.md) catches it, no exception.\n"
         "\n"
         "`refcache planted --run` plants each in turn; `refcache check --planted NAME` shows what\n"
-        "the failure looks like. The kernels have planted bugs of their own\n"
-        "(`refcache.oracle.planted.kernels`).\n",
+        "the failure looks like. Kernels run through Triton's interpreter where there is no card;\n"
+        "without Triton their bugs are left out.\n",
     ]
     for suite in SUITES:
         rows = [

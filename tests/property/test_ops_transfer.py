@@ -88,7 +88,7 @@ def test_golden_bytes(kernel_ops: SimpleNamespace, layout: str, ops: str) -> Non
         [[[100 * layer + s, 255 - 100 * layer - s] for s in range(6)] for layer in (0, 1)]
     )
     device = device.to(torch.uint8).view(2, 6, 1, 2)
-    case = cases.TransferCase(layout=layout, page_size=2, heads=((1, 2),), host_pages=2)
+    case = cases.TransferCase(layout=layout, page_size=2, heads=((1, 2),), host_pages=2, pairs=())
     host = torch.full(case.layout_of(0).shape, OLD, dtype=torch.uint8)
     host_indices, device_indices = torch.tensor([2, 3, 0]), torch.tensor([5, 4, 3])
     run.backup_all_layer([host], [device], host_indices, device_indices, 2, layout)

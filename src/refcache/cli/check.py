@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from refcache.cli import report as reports
-from refcache.cli.planted import caught_line
+from refcache.cli.planted import caught_line, huntable
 from refcache.cli.workers import Hunt, Run, in_order
 
 
@@ -75,7 +75,7 @@ def check(
 
     cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
     runs = [Run(name, target, cases, seed, planted, profile) for name in names]
-    prey = [b.name for b in all_bugs() if b.suite in names] if bug is None else []
+    prey = [b.name for b in huntable(all_bugs()) if b.suite in names] if bug is None else []
     answers = in_order([*runs, *(Hunt(name, seed) for name in prey)])
     results = []
     for result in islice(answers, len(runs)):

@@ -37,6 +37,8 @@ def replay(
 
     Prints hits, evictions, tokens computed, checks made and the time.
     """
+    import torch
+
     from refcache.oracle import Violation
     from refcache.oracle.replay import ReplayConfig
     from refcache.oracle.replay import replay as run
@@ -51,6 +53,7 @@ def replay(
         host_ratio=host_ratio,
         write_policy=write_policy,
     )
+    torch.set_num_threads(1)  # a step is many small tensors: threads would wait more than work
     requests = list(read_trace(trace, limit))
     bound = prefix_bound(requests)
     bar = progress()

@@ -45,6 +45,10 @@ SENTENCES: dict[str, str] = {
     "E2": "evict stops as soon as enough is free",
     "E3": "evict frees less than requested only if nothing unlocked is left",
     "AL1": "new slots fill the old last page, then whole new pages, in the order of the tokens",
+    "OP1": "a copy leaves the reference's bytes everywhere: in the rows it names, in all others, "
+    "and before and behind each buffer",
+    "OP2": "an allocation op returns the reference's slots",
+    "OP3": "no product of an index and a stride is computed in 32 bits",
     "AL2": "an allocation fails only for lack of pages, returns None, and then changes nothing",
     "N1": "a page keeps one hash for life, and two different prefixes never share one",
     "N2": "replaying the KV events gives the pages that are cached; parents come before children, "

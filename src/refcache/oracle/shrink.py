@@ -6,7 +6,7 @@ counts when the same rule breaks. Nothing is drawn: the result depends on the lo
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -195,6 +195,15 @@ def simpler_values(value: Any) -> Iterator[Any]:
         yield from [False] * value
     elif isinstance(value, int):
         yield from sorted({0, value // 2, value - 1} - {value}) if value > 0 else ()
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            now = getattr(value, f.name)
+            if now == f.default:
+                continue  # nothing is simpler: it is not printed
+            if f.default is not MISSING:
+                yield from _changed(value, f.name, f.default)
+            for simple in simpler_values(now):
+                yield from _changed(value, f.name, simple)
     elif isinstance(value, str):
         yield None
     elif isinstance(value, tuple):
@@ -205,3 +214,11 @@ def simpler_values(value: Any) -> Iterator[Any]:
         for i, item in enumerate(value):
             for simple in simpler_values(item):
                 yield (*value[:i], simple, *value[i + 1 :])
+
+
+def _changed(case: Any, name: str, value: Any) -> Iterator[Any]:
+    """The case with another value of one field, if that is a valid case."""
+    try:
+        yield replace(case, **{name: value})
+    except (TypeError, ValueError):
+        return

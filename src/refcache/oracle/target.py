@@ -12,6 +12,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
   for each forward before it goes on, as a loop without overlap does;
+* ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
 
@@ -28,6 +29,7 @@ from refcache.keys import RadixKey
 from refcache.oracle.exact import check_profile
 from refcache.oracle.host_view import HostView
 from refcache.oracle.view import TreeView
+from refcache.reference.cases import TransferCase
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 CAPABILITIES = frozenset(
@@ -41,6 +43,7 @@ CAPABILITIES = frozenset(
         "streams",
         "fences",
         "exact",
+        "ops",
         "ranks",
         "refuses_misuse",
     }
@@ -140,6 +143,14 @@ class Target:
         """The host tier of ``tree`` (capability ``hicache``)."""
         raise NotImplementedError
 
+    def ops(self) -> Any:
+        """An object with some of refcache's five ops as attributes (capability ``ops``)."""
+        raise NotImplementedError
+
+    def adapt(self, case: TransferCase) -> TransferCase:
+        """The case nearest to this one that the target's copies can express."""
+        return case
+
     def named(self) -> str:
         """What to give :func:`resolve` for a target like this one."""
         return self.spec or f"{type(self).__module__}:{type(self).__qualname__}"
@@ -150,8 +161,8 @@ class Target:
 
 
 def resolve(spec: str) -> Target:
-    """The target named ``spec``: ``"refcache"``, ``"naive"``, ``"sglang:VERSION"``, or
-    ``"pkg.module:factory"``.
+    """The target named ``spec``: ``"refcache"``, ``"naive"``, ``"sglang:VERSION"``,
+    ``"pkg.module:factory"``, or ``"pkg.module:function"`` for one op.
 
     Raises:
         InvalidArgument: it does not import, the name is missing, or calling it gives no Target.
@@ -160,9 +171,9 @@ def resolve(spec: str) -> Target:
     if spec == "sglang" or spec.startswith("sglang:"):
         from refcache.oracle.peers import peer_target
 
-        target = peer_target(spec)
-        target.spec = spec
-        return target
+        peer = peer_target(spec)
+        peer.spec = spec
+        return peer
     module_name, colon, attribute = BUILT_IN.get(spec, spec).partition(":")
     if not (module_name and colon and attribute):
         raise InvalidArgument(
@@ -175,8 +186,10 @@ def resolve(spec: str) -> Target:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise InvalidArgument(f"target {spec!r}: {module_name} has no factory {attribute!r}")
+    from refcache.oracle.ops_target import ops_target
+
     try:
-        target = factory()
+        target: Any = ops_target(factory) or factory()
     except Exception as error:
         raise InvalidArgument(f"target {spec!r}: calling the factory: {error!r}") from error
     if not isinstance(target, Target):

@@ -1,6 +1,9 @@
 """Target ``refcache``: the reference on trial, like anybody else's cache."""
 
+import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,6 +11,7 @@ import torch
 from refcache.errors import RefcacheError
 from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_view import HostView, inspect_hiradix
+from refcache.oracle.ops_target import OPS, interpret_kernels
 from refcache.oracle.target import CAPABILITIES, CacheConfig, Target
 from refcache.oracle.view import TreeView, inspect_radix
 from refcache.types import CacheInitParams, ServerArgs
@@ -19,7 +23,7 @@ class RefcacheTarget(Target):
     """The reference allocators and ``RadixCache``; a refusal must be a named error."""
 
     name = "refcache"
-    capabilities = CAPABILITIES
+    capabilities = CAPABILITIES if find_spec("triton") else CAPABILITIES - {"ops"}
     errors = RefcacheError
 
     def allocator(self, config: CacheConfig) -> Any:
@@ -101,3 +105,9 @@ class RefcacheTarget(Target):
 
     def inspect_host(self, tree: Any) -> HostView:
         return inspect_hiradix(tree, tree.token_to_kv_pool_host.free_slots)
+
+    def ops(self) -> Any:
+        """The kernels, on the card, or through Triton's interpreter where there is none."""
+        interpret_kernels()
+        found = {op: importlib.import_module(f"refcache_ops.{op}.op") for op in OPS}
+        return SimpleNamespace(**{op: module.run_kernel for op, module in found.items()})

@@ -9,14 +9,14 @@ Used by the tests of ``refcache_ops`` on the CPU and on a card, and by the trans
 people's functions. Cases are drawn from a seeded ``random.Random``.
 """
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
+from refcache.errors import InvalidArgument
 from refcache.reference import alloc, transfer
 from refcache.reference.layout import LAYOUTS, Layout
 
@@ -33,7 +33,17 @@ DTYPES = (
 GUARD = 64  # bytes before and after each buffer
 
 
-@dataclass(frozen=True)
+def as_code(case: Any) -> str:
+    """The constructor call that gives an equal case, without what is the default."""
+    given = []
+    for f in fields(case):
+        value = getattr(case, f.name)
+        if f.default is MISSING or value != f.default:
+            given.append(f"{f.name}={value!r}")
+    return f"{type(case).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
 class TransferCase:
     """One call of a transfer op.
 
@@ -62,6 +72,30 @@ class TransferCase:
     shift: int = 0
     max_programs: int = 0
     seed: int = 0
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument unless this is one valid call."""
+        first, count = self.layers
+        moved = min(first, count) >= 0 and first + count <= self.layer_num
+        if self.op == "load_per_layer":
+            moved = 0 <= first < self.layer_num
+        slots = [len(set(side)) for side in zip(*self.pairs, strict=True)] or [0, 0]
+        limits = (self.host_pages * self.page_size, self.device_pages * self.page_size)
+        if not (
+            moved
+            and self.op in OPS
+            and self.layout in LAYOUTS
+            and self.form in (FORMS if self.op == "load_per_layer" else FORMS[:2])
+            and self.heads
+            and all(heads > 0 and dim > 0 for heads, dim in self.heads)
+            and min(self.page_size, *limits, self.layer_num) > 0
+            and min(self.shift, self.max_programs, self.seed) >= 0
+            and slots == [len(self.pairs)] * 2
+            and all(0 <= s < n for pair in self.pairs for s, n in zip(pair, limits, strict=True))
+        ):
+            raise InvalidArgument(f"{self!r}: expected a valid call")
 
     def layout_of(self, plane: int) -> Layout:
         """The host layout of a plane."""
@@ -195,7 +229,7 @@ def call(case: TransferCase, on: Buffers, ops: Any) -> None:
 def transfer_errors(
     case: TransferCase, ops: Any, place: Placement | None = None, settle: Callable[[], Any] = int
 ) -> list[str]:
-    """What is wrong with the bytes that ``ops`` leaves behind; empty when all are right.
+    """What is wrong with the bytes that ``ops`` leaves behind, one line a buffer; empty when right.
 
     Args:
         ops: has the op as an attribute, with the reference's signature plus ``max_programs``.
@@ -209,9 +243,9 @@ def transfer_errors(
     for i, (expected, seen) in enumerate(zip(want.raw, got.raw, strict=True)):
         wrong = (expected != seen.cpu()).nonzero().flatten()
         if len(wrong):
-            errors.append(f"{_place(case, i, int(wrong[0]))}, {len(wrong)} bytes in all: {case}")
+            errors.append(f"{_place(case, i, int(wrong[0]))}, {len(wrong)} bytes in all")
     if not torch.equal(want.flags, got.flags.cpu()):
-        errors.append(f"flags {got.flags.tolist()}, but should be {want.flags.tolist()}: {case}")
+        errors.append(f"flags {got.flags.tolist()}, but should be {want.flags.tolist()}")
     return errors
 
 
@@ -238,7 +272,7 @@ def _place(case: TransferCase, buffer: int, byte: int) -> str:
     return f"wrong bytes in device buffer {plane}, {layer=} of it, {slot=}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AllocCase:
     """One call of ``alloc_extend`` (or, with ``prefix`` None, of ``alloc_decode``)."""
 
@@ -248,6 +282,21 @@ class AllocCase:
     free: tuple[int, ...]
     page_size: int
     dtype: torch.dtype = torch.int64
+
+    __repr__ = as_code
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument unless this is one valid call."""
+        decode = self.prefix is None
+        before = tuple(s - 1 for s in self.seq) if self.prefix is None else self.prefix
+        if not (
+            self.page_size > 0
+            and len(self.seq) == len(before) == len(self.last)
+            and all(0 <= b <= s and s - decode >= 0 for b, s in zip(before, self.seq, strict=True))
+            and min(self.last, default=0) >= -1
+            and min(self.free, default=1) > 0
+        ):
+            raise InvalidArgument(f"{self!r}: expected a valid call")
 
     @property
     def growth(self) -> int:
@@ -276,7 +325,9 @@ def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> A
 def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
     """What is wrong with the slots that ``ops`` returns; empty when they are the reference's."""
     seq, last = torch.tensor(case.seq, dtype=case.dtype), torch.tensor(case.last, dtype=case.dtype)
-    beyond = torch.tensor([900_000, *case.free, *[990_000] * 8], dtype=case.dtype).to(device)
+    beyond = torch.tensor(
+        [900_000, *case.free, *[990_000] * (8 + case.growth)], dtype=case.dtype
+    ).to(device)
     free = beyond[1 : 1 + len(case.free)]
     if case.prefix is None:
         want = alloc.alloc_decode(seq, last, free.cpu(), case.page_size)
@@ -287,46 +338,81 @@ def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
         want = alloc.alloc_extend(prefix, seq, last, free.cpu(), size, growth)
         moved = [t.to(device) for t in (prefix, seq, last)]
         got = ops.alloc_extend(*moved, free, size, growth)
-    if got.dtype != torch.int64 or got.tolist() != want.tolist():
-        return [f"slots {got.dtype} {got.tolist()}, but should be {want.tolist()}: {case}"]
+    if got.dtype != torch.int64 or got.shape != want.shape:
+        return [f"slots {got.dtype} {list(got.shape)}, but should be int64 {list(want.shape)}"]
+    wrong = (got.cpu() != want).nonzero().flatten().tolist()
+    if wrong:
+        i = wrong[0]
+        return [f"slot {i} of {len(want)} is {int(got[i])}, but should be {int(want[i])}"]
     return []
 
 
-def errors_of(
-    ops: Any,
-    place: Placement | None = None,
-    settle: Callable[[], Any] = int,
-    *,
-    examples: int = 60,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Run the suite on ``ops``: ``examples`` drawn cases a kind of op, then the fixed ones.
+def awkward_cases(op: str) -> Iterator[TransferCase]:
+    """Nothing to move; buffers of their own for each layer; several tiles, the last one partial."""
+    yield TransferCase(op, pairs=())
+    yield TransferCase(op, form="list", layer_num=3, layers=(1, 2))
+    pairs = tuple(((7 * i) % 25, (5 * i + 1) % 24) for i in range(24))
+    for layout in ("layer_first", "page_head"):
+        yield TransferCase(
+            op, layout, 8, heads=((8, 128), (8, 128)), pairs=pairs, device_pages=3, layers=(1, 1)
+        )
 
-    Yields every error as it is found; takes no longer than its consumer asks. ``ops`` may have some
-    of the five ops only.
+
+def far_case(op: str) -> TransferCase:
+    """A row behind 2^31 elements, on the device and on the host; 2 GiB of address space each.
+
+    :func:`transfer_errors` would look at every byte; use :func:`far_errors`.
     """
-    rng = random.Random(seed)
-    if hasattr(ops, "alloc_extend") and hasattr(ops, "alloc_decode"):
-        device = place.device if place else "cpu"
-        drawn_allocs = (random_alloc_case(rng) for _ in range(examples))
-        for alloc_case in itertools.chain(drawn_allocs, long_alloc_cases()):
-            yield from alloc_errors(alloc_case, ops, device)
-    for op in OPS:
-        if hasattr(ops, op):
-            drawn = (random_case(rng, op=op) for _ in range(examples))
-            for case in itertools.chain(drawn, row_bytes_cases(op)):
-                yield from transfer_errors(case, ops, place, settle)
+    pages = 2**31 // 1023 + 3
+    return TransferCase(
+        op, page_size=1, layer_num=1, heads=((1, 1023),), dtype=torch.uint8,
+        index_dtype=torch.int32, host_pages=pages, device_pages=pages,
+        pairs=((pages - 1, pages - 2), (3, 5)), layers=(0, 1),
+    )  # fmt: skip
+
+
+def far_errors(
+    op: str, ops: Any, device: str = "cpu", settle: Callable[[], Any] = int
+) -> list[str]:
+    """What is wrong with :func:`far_case`; only the pages of its rows are ever touched."""
+    case = far_case(op)
+    to_host = op == "backup_all_layer"
+    far, near = case.host_pages, 8
+    tiers = {"host": near, "device": far} if device != "cpu" else {"host": far, "device": far}
+    pairs = torch.tensor(case.pairs) % torch.tensor([tiers["host"], tiers["device"]])
+    host = torch.empty((1, tiers["host"], 1, 1023), dtype=torch.uint8)
+    if device != "cpu":
+        host = host.pin_memory()
+    on_device = torch.empty((1, tiers["device"], 1, 1023), dtype=torch.uint8, device=device)
+    rows = torch.randint(
+        0, 256, (2, 1, 1023), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    source, target = (on_device[0], host[0]) if to_host else (host[0], on_device[0])
+    at, to = (pairs[:, 1], pairs[:, 0]) if to_host else (pairs[:, 0], pairs[:, 1])
+    source[at.to(source.device)] = rows.to(source.device)
+    target[to.to(target.device)] = 0
+    index = pairs.to(torch.int32).to(device).unbind(1)
+    flags = torch.zeros(1, dtype=torch.int64, device=device)
+    call(case, Buffers([], [host], [on_device], index[0], index[1], flags), ops)
+    settle()
+    if not torch.equal(target[to.to(target.device)].cpu(), rows):
+        return [f"wrong bytes in slots {to.tolist()}, behind 2^31 elements"]
+    return []
 
 
 def long_alloc_cases() -> Iterator[AllocCase]:
-    """Batches and page numbers beyond what one block of a kernel or 32 bits hold."""
+    """Free lists that are too short, and batches and page numbers beyond one block or 32 bits."""
+    yield AllocCase((9,), (0,), (-1,), (5,), 4)
+    yield AllocCase((5, 5, 5), None, (7, 11, 15), (6,), 4)
     page = 2**31 // 16 + 3
     pages = (page, page + 1, page + 2)
     yield AllocCase((40,), (0,), (-1,), pages, 16, torch.int32)
     yield AllocCase((17, 33), None, (15, 31), pages, 16, torch.int32)
     for batch, decode in ((300, True), (1100, False)):
         seq = tuple(5 + i % 7 for i in range(batch))
-        prefix = None if decode else tuple(s - i % 3 for i, s in enumerate(seq))
-        last = tuple(10_000 * 4 + i * 4 + (s - 2 if decode else s - i % 3 - 1) % 4
-                     for i, s in enumerate(seq))  # fmt: skip
+        # most do not grow: a program each is slow to interpret
+        grown = [1 if decode else 3 * (i < 4 or i > batch - 4) for i in range(batch)]
+        before = tuple(s - g for s, g in zip(seq, grown, strict=True))
+        last = tuple(40_000 + i * 4 + (b - 1) % 4 for i, b in enumerate(before))
+        prefix = None if decode else before
         yield AllocCase(seq, prefix, last, tuple(range(2, 2 + batch)), 4)

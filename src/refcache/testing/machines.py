@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from refcache.oracle import AllocatorDriver, Driver, LoopDriver, Target, TreeDriver
+from refcache.oracle.driver import Call
 from refcache.oracle.exact import DEFAULT_PROFILE
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.testing.strategies import (
@@ -41,6 +42,9 @@ class DriverMachine(RuleBasedStateMachine):
     target: ClassVar[Target]
     tally: ClassVar[Tally]
     driver: Driver | None = None
+    make: type[Any]
+    opening: ClassVar[tuple[Call, ...]] = ()
+    """A fixed program, with the default configuration, run once before the drawn ones."""
 
     def start_driver(self, driver: Driver) -> None:
         self.driver = driver

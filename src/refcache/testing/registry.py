@@ -15,6 +15,7 @@ from refcache.oracle import (
     TreeDriver,
 )
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+from refcache.oracle.ops_driver import OpsDriver
 from refcache.oracle.ranks_driver import RanksDriver
 from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.machines import (
@@ -27,6 +28,7 @@ from refcache.testing.machines import (
     TreeMachine,
     TreeMisuseMachine,
 )
+from refcache.testing.ops_machine import OpsMachine
 from refcache.testing.ranks_machine import RanksMachine
 from refcache.testing.streams_machine import StreamsMachine
 
@@ -58,5 +60,6 @@ SUITES: dict[str, Suite] = {
         Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
         Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.03),
         Suite("hicache.ranks", RanksMachine, RanksDriver.needs, 0.1),
+        Suite("ops.transfer", OpsMachine, OpsDriver.needs, 0.1),
     )
 }

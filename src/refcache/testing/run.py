@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Driver, Target, Violation, resolve
 from refcache.oracle.exact import check_profile
-from refcache.oracle.planted import PlantedBug, active_bugs, smoke
+from refcache.oracle.planted import PlantedBug, active_bugs
 from refcache.oracle.shrink import shrink as shrunk
 from refcache.oracle.violation import without_rules
 from refcache.testing.machines import DriverMachine, Tally, machine_for
@@ -111,6 +111,7 @@ def run_suite(
     tally = Tally()
     try:
         machine = machine_for(suite.machine, target, tally, **attributes)
+        _open(machine)
         _run(machine, max(1, round(max_examples * suite.share)), seed)
     except Violation as violation:
         driver = tally.failed
@@ -156,6 +157,11 @@ class Caught:
         return self.smoke and self.used > 0 and self.by not in ("", "crash")
 
 
+def lacking(bug: PlantedBug) -> list[str]:
+    """What the reference lacks here for the bug's suite: ``ops`` without Triton."""
+    return resolve("refcache").lacks(SUITES[bug.suite].needs)
+
+
 def hunt(
     bug: PlantedBug,
     *,
@@ -173,7 +179,7 @@ def hunt(
     target = resolve("refcache")
     with bug.active() as use:
         try:
-            smoke(target)
+            bug.smoke(target)
             passes = True
         except Exception:
             passes = False
@@ -201,6 +207,20 @@ def hunt(
         seconds,
         other,
     )
+
+
+def _open(machine: type[DriverMachine]) -> None:
+    """The machine's fixed program, as one case."""
+    if not machine.opening:
+        return
+    driver, tally = machine.make(machine.target), machine.tally
+    tally.cases += 1
+    try:
+        for name, args in machine.opening:
+            getattr(driver, name)(*args)
+    finally:
+        tally.steps += driver.calls
+        tally.failed = driver if driver.found else None
 
 
 def _run(machine: type[DriverMachine], max_examples: int, number: int) -> None:

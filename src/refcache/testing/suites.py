@@ -112,3 +112,10 @@ class HiCacheSuite(PartSuite):
 
     def test_ranks(self) -> None:
         self.judge("hicache.ranks")
+
+
+class OpsSuite(PartSuite):
+    """Suites of the part ``ops``."""
+
+    def test_transfer(self) -> None:
+        self.judge("ops.transfer")

@@ -1,6 +1,6 @@
 """What ``pytest --pyargs refcache.testing`` collects: every suite on ``REFCACHE_TARGET``."""
 
-from refcache.testing.suites import AllocatorSuite, HiCacheSuite, LoopSuite, TreeSuite
+from refcache.testing.suites import AllocatorSuite, HiCacheSuite, LoopSuite, OpsSuite, TreeSuite
 
 
 class TestAllocator(AllocatorSuite):
@@ -17,3 +17,7 @@ class TestLoop(LoopSuite):
 
 class TestHiCache(HiCacheSuite):
     """Part ``hicache``."""
+
+
+class TestOps(OpsSuite):
+    """Part ``ops``."""

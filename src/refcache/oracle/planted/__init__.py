@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from refcache.errors import UnknownName
-from refcache.oracle.planted import allocator, hicache, loop, ranks, tree
+from refcache.oracle.planted import allocator, hicache, kernels, loop, ranks, tree
 from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
 from refcache.oracle.planted.smoke import smoke
 
@@ -15,7 +15,7 @@ _PLANTED = ExitStack()
 
 def all_bugs() -> tuple[PlantedBug, ...]:
     """Every planted bug, part by part."""
-    return allocator.BUGS + tree.BUGS + loop.BUGS + hicache.BUGS + ranks.BUGS
+    return allocator.BUGS + tree.BUGS + loop.BUGS + hicache.BUGS + ranks.BUGS + kernels.BUGS
 
 
 def find(name: str) -> PlantedBug:

@@ -16,6 +16,8 @@ from typing import Any
 
 from refcache.errors import InvalidArgument
 from refcache.oracle.exact import reference_turn
+from refcache.oracle.planted.smoke import smoke
+from refcache.oracle.target import Target
 
 
 @dataclass
@@ -44,6 +46,10 @@ class PlantedBug:
     where: str
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     suite: str
+
+    def smoke(self, target: Target) -> None:
+        """The 20 calls that must not see the bug; AssertionError if they do."""
+        smoke(target)
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that is patched, and the attribute's name."""

@@ -1,0 +1,151 @@
+"""Other people's functions on trial: by name, by parameters, over tables of addresses."""
+
+import ctypes
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from refcache import reference
+from refcache.errors import InvalidArgument
+from refcache.oracle import resolve
+from refcache.oracle.ops_target import OpsTarget, address_tables, ops_target
+from refcache.oracle.target import Target
+from refcache.reference import cases
+from refcache.testing import run_suite
+
+
+def verdict(target, examples=50):
+    return run_suite("ops.transfer", target, max_examples=examples, seed=3)
+
+
+def mine(host, device, host_indices, device_indices, page_size, layout):
+    """``backup_all_layer`` without a cap, under another name."""
+    reference.backup_all_layer(host, device, host_indices, device_indices, page_size, layout)
+
+
+def skips_last_pair(host, device, host_indices, device_indices, page_size, layout):
+    mine(host, device, host_indices[:-1], device_indices[:-1], page_size, layout)
+
+
+def of_one_layer(device, host, host_indices, device_indices, layer_id, page_size, layout):
+    mine = (host_indices, device_indices, layer_id, page_size, layout)
+    reference.load_per_layer(device, host, *mine)
+
+
+def decode(seq_lens, last_loc, free_pages, page_size):
+    return reference.alloc_decode(seq_lens, last_loc, free_pages, page_size) + 0
+
+
+def test_a_function_is_known_by_its_parameters():
+    assert verdict(resolve(f"{__name__}:mine")).verdict == "ok"
+    assert verdict(ops_target(of_one_layer)).verdict == "ok"
+    assert verdict(ops_target(decode)).verdict == "ok"
+    assert ops_target(decode).name == "alloc_decode"
+
+
+def test_a_function_by_its_name_and_a_factory_are_told_apart():
+    assert ops_target(reference.load_layers).name == "load_layers"
+    assert ops_target(lambda: None) is None
+    assert ops_target(Target) is None
+
+
+def test_a_function_that_is_no_op_is_refused():
+    with pytest.raises(InvalidArgument, match="parameters a, b: expected an op's name"):
+        ops_target(lambda a, b: None)
+
+
+def test_a_lost_pair_is_found_and_the_case_is_small():
+    result = verdict(ops_target(skips_last_pair))
+    assert result.failure.rule == "OP1"
+    assert "host plane 0" in result.failure.evidence
+    assert result.failure.steps[-1] == "d.transfer(TransferCase())"
+
+
+def test_an_exception_is_a_crash():
+    def backup_all_layer(host, *rest):
+        raise ZeroDivisionError
+
+    result = verdict(ops_target(backup_all_layer))
+    assert (result.verdict, result.failure.rule) == ("violation", "crash")
+
+
+def copy_row(source, target, source_slot, target_slot, size):
+    ctypes.memmove(target + target_slot * size, source + source_slot * size, size)
+
+
+def transfer_kv_all_layer(
+    src_k_layers, dst_k_layers, src_v_layers, dst_v_layers, src_indices, dst_indices, item_size,
+    num_layers,
+):  # fmt: skip
+    pairs = list(zip(src_indices.tolist(), dst_indices.tolist(), strict=True))
+    for source, target in ((src_k_layers, dst_k_layers), (src_v_layers, dst_v_layers)):
+        for a, b in zip(source.tolist()[:num_layers], target.tolist()[:num_layers], strict=True):
+            for i, j in pairs:
+                copy_row(a, b, i, j, item_size)
+
+
+def transfer_kv_per_layer(src_k, dst_k, src_v, dst_v, src_indices, dst_indices, item_size):
+    for source, target in ((src_k, dst_k), (src_v, dst_v)):
+        for i, j in zip(src_indices.tolist(), dst_indices.tolist(), strict=True):
+            copy_row(source.data_ptr(), target.data_ptr(), i, j, item_size)
+
+
+def test_tables_of_addresses():
+    both = address_tables(
+        transfer_kv_all_layer=transfer_kv_all_layer, transfer_kv_per_layer=transfer_kv_per_layer
+    )
+    assert both.name == "backup_all_layer, load_per_layer"
+    assert both.adapt(cases.TransferCase(layout="page_first")) == cases.TransferCase()
+    result = verdict(both)
+    assert (result.verdict, result.failure) == ("ok", None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda k, k2, v, v2, s, d, size, n: (k, k2, k, v2, s, d, size, n),  # V is K's bytes
+        lambda k, k2, v, v2, s, d, size, n: (k, k2, v, v2, s, d, size // 2 * 2, n),
+        lambda k, k2, v, v2, s, d, size, n: (k, k2, v, v2, s, d, size, n - 1),
+        lambda k, k2, v, v2, s, d, size, n: (k, k2, v, v2, s.flip(0), d, size, n),
+    ],
+)
+def test_wrong_tables_are_found(change):
+    def transfer_kv_all_layer_changed(*args):
+        transfer_kv_all_layer(*change(*args))
+
+    result = verdict(address_tables(transfer_kv_all_layer=transfer_kv_all_layer_changed))
+    assert result.failure.rule == "OP1"
+
+
+def test_adapt_limits_what_is_asked():
+    asked = []
+
+    class Ops:
+        def backup_all_layer(self, *args, max_programs):
+            asked.append(args[-1])
+            reference.backup_all_layer(*args)
+
+    result = verdict(OpsTarget(Ops(), lambda case: replace(case, layout="page_head")))
+    assert result.verdict == "ok"
+    assert set(asked) == {"page_head"}
+
+
+def test_the_printed_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "turned_engine.py").write_text(
+        "from refcache import reference\n"
+        "def backup_all_layer(host, device, host_indices, device_indices, page_size, layout):\n"
+        "    reference.backup_all_layer(host, device, host_indices.flip(0), device_indices,\n"
+        "        page_size, layout)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    failure = verdict(resolve("turned_engine:backup_all_layer")).failure
+    assert failure.steps[-1] == "d.transfer(TransferCase())"
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(failure.steps))
+    env = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env)
+    assert ran.returncode == 1
+    assert f"Violation: {failure.rule}: backup_all_layer: wrong bytes" in ran.stderr
