@@ -5,14 +5,23 @@ with copies delayed as long as possible and without delay; the planted bug that 
 
 Notation: ``A`` admit (match, lock, load back, compute, cache; ``/c`` in chunks of c), ``D x``
 decode one token, ``F`` finish with insert, ``X`` abort without, ``E n`` evict n tokens, ``T`` all
-copies finish and are acknowledged, ``M`` match, ``R`` reset.
+copies finish and are acknowledged, ``M`` match, ``R`` reset, ``P n`` the next chunk, ``I`` insert,
+``K`` lock, ``L`` load back what is on the host only, ``Q`` queue such a load, ``S`` start loads.
 """
 
-import pytest
+from contextlib import suppress
 
-from refcache.errors import NotProtected
-from refcache.oracle import HiCacheDriver, Violation, resolve
+import pytest
+import torch
+
+from refcache.allocator import TokenToKVPoolAllocator
+from refcache.controller import HiCacheController
+from refcache.errors import DoubleFree, NotProtected
+from refcache.oracle import CacheConfig, HiCacheDriver, Violation, resolve
 from refcache.oracle.planted import find
+from refcache.pool.host_slots import HostSlots
+from refcache.runtime import SimulatedRuntime, eager
+from refcache.types import EvictParams
 
 SEQUENCES = {
     # name: (policy, page size, device, host, program, the planted bug that models it)
@@ -44,9 +53,41 @@ SEQUENCES = {
         "write_through", 1, 8, 20,
         "A 012; F; R; A 2222; F; T", "reset-leaves-copies",
     ),
-    "B23-write-back-into-a-full-host": (
+    "B10-last-layer": (
+        "write_through", 1, 8, 20,
+        "A 01; F; T; E 2; A 012; F", "last-layer-not-loaded",
+    ),
+    "B13-host-page-freed-twice": (
         "write_back", 1, 6, 7,
-        "A 1111; F; E 4; A 2222; F; E 4; A 0000; F; E 4", None,
+        "A 1111; F; E 4; A 2222; F; E 4; A 0000; F; E 4", "host-page-freed-twice",
+    ),
+    "B13-pages-of-two": (
+        "write_back", 2, 16, 18,
+        "A 00110011; F; E 8; A 11221122; F; E 8; A 22002200; F; E 8", "host-page-freed-twice",
+    ),
+    "B15-aborted-between-chunks": (
+        "write_through", 4, 32, 40,
+        "A 012012012012012/4; P 4; X; A 01201201; F; M 01201201", "abort-frees-cached-chunks",
+    ),
+    "B24-host-eviction-empties-the-host": (
+        "write_through", 1, 8, 9,
+        "A 000; F; A 111; F; T; E 6; A 222; F; T; E 3; A 33; F; T", "evict-host-too-much",
+    ),
+    "B24-parent-not-evicted": (
+        "write_back", 1, 8, 9,
+        "A 00; F; A 0011; F; E 4", "evict-parent-not-pushed",
+    ),
+    "B24-slots-kept-after-the-write-back": (
+        "write_back", 1, 8, 9,
+        "A 11; F; E 2", "write-back-keeps-slots",
+    ),
+    "B46-lock-skips-the-node": (
+        "write_through", 1, 8, 20,
+        "I 12; I 122; T; K 122; E 1", "lock-skips-node",
+    ),
+    "B55-two-loads-in-one-batch": (
+        "write_through", 1, 8, 20,
+        "A 01; F; A 12; F; T; E 4; Q; Q; S; T", "merge-reverses-a-side",
     ),
     "B26-chunk-aborted": (
         "write_through", 1, 16, 40,
@@ -54,16 +95,21 @@ SEQUENCES = {
     ),
     "B27-one-request-twice": (
         "write_through_selective", 1, 16, 40,
-        "A 0120; D 1; F; T; E 16; M 0120", None,
+        "A 0120; D 1; F; T; E 16; M 0120", "selective-writes-at-once",
     ),
 }  # fmt: skip
 
 
 def run(driver, program):
+    run_on(driver, program)
+    driver.wind_down()
+
+
+def run_on(driver, program):
     for step in program.split("; "):
         call, _, rest = step.partition(" ")
         text, _, chunk = rest.partition("/")
-        tokens = tuple(int(c) for c in text) if call in "AM" else ()
+        tokens = tuple(int(c) for c in text) if call in "AMIK" else ()
         last = len(driver.requests) - 1
         match call:
             case "A":
@@ -83,7 +129,16 @@ def run(driver, program):
                 driver.match(tokens)
             case "R":
                 driver.reset()
-    driver.wind_down()
+            case "P":
+                driver.proceed(last, int(text))
+            case "I":
+                driver.insert(tokens)
+            case "K":
+                driver.hold(tokens)
+            case "L" | "Q":
+                driver.reload(0, None, call == "L")
+            case "S":
+                driver.start_loads()
 
 
 def driver_for(name, **more):
@@ -139,3 +194,99 @@ def test_one_request_counts_twice_unless_hits_are_per_request(hit_policy, kept):
     d.settle()
     d.evict(16)
     assert on_host(d, (0, 1, 2, 0)) == kept
+
+
+# ---- what needs more than legal calls ------------------------------------------------------------
+
+
+def full_and_pinned():
+    """B23: four tokens on the host, four on the device without a copy; the host is in use."""
+    d = HiCacheDriver(
+        resolve("refcache"), size=6, host_size=7, write_policy="write_back", delay=False
+    )
+    d.insert((1, 1, 1, 1))
+    d.evict(4)
+    d.insert((2, 2, 2, 2))
+    for node in d.tree.nodes():
+        node.protect_host()  # as a write to a tier below the host would
+    return d
+
+
+def test_write_back_with_the_host_full_and_pinned_drops_the_leaf():
+    d = full_and_pinned()
+    d.ledger.may_free = d.ledger.only_unlocked
+    assert d.tree.evict(EvictParams(4)).num_tokens_evicted == 4
+    for node in d.tree.nodes():
+        node.release_host()
+    d.check()
+    assert on_host(d, (1, 1, 1, 1)) == 4
+    assert on_host(d, (2, 2, 2, 2)) == 0
+    d.wind_down()
+
+
+def test_a_node_queued_although_it_was_not_written_is_found():
+    with find("write-back-without-room").active():
+        d = full_and_pinned()
+        d.ledger.may_free = d.ledger.only_unlocked
+        d.tree.evict(EvictParams(4))
+        for node in d.tree.nodes():
+            node.release_host()
+        with pytest.raises(Violation) as caught:
+            d.check()
+    assert caught.value.id == "T2"
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_a_fourth_load_waits_for_the_first(delay, monkeypatch):
+    """B31: four prefixes on the host, four loads, none finished; there are three slots."""
+
+    def four_loads():
+        d = HiCacheDriver(resolve("refcache"), size=8, host_size=20, delay=delay)
+        for token in range(4):
+            d.insert((token, 0))
+        run_on(d, "T; E 8; L; L; L; L")
+        return d.tree.cache_controller
+
+    controller = four_loads()
+    assert controller.load_slot_waits == delay
+    monkeypatch.setattr(HiCacheController, "_wait_for_load_slot", lambda self: None)
+    if delay:
+        with pytest.raises(Violation, match="LoadSlotBusy"):
+            four_loads()
+
+
+def unchecked_host_free(self, indices):
+    self.free_slots = torch.cat([self.free_slots, indices])
+    return len(indices)
+
+
+def test_a_host_page_freed_twice_is_refused(monkeypatch):
+    """B13 in the pool: 18 slots, 4 taken, 4 freed, 2 of them freed again."""
+
+    def freed_again():
+        slots = HostSlots(18, 2, SimulatedRuntime(eager))
+        taken = slots.alloc(4)
+        slots.free(taken)
+        with suppress(DoubleFree):
+            slots.free(taken[:2])
+        return slots.available_size()
+
+    assert freed_again() == 18
+    monkeypatch.setattr(HostSlots, "free", unchecked_host_free)
+    assert freed_again() == 20
+
+
+def test_a_device_page_freed_twice_is_refused(monkeypatch):
+    """B13 in the device allocator: 8 tokens, 4 taken, 4 freed, 1 of them freed again."""
+
+    def freed_again():
+        allocator = resolve("refcache").allocator(CacheConfig(size=8))
+        taken = allocator.alloc(4)
+        allocator.free(taken)
+        with suppress(DoubleFree):
+            allocator.free(taken[:1])
+        return allocator.available_size()
+
+    assert freed_again() == 8
+    monkeypatch.setattr(TokenToKVPoolAllocator, "free", TokenToKVPoolAllocator._give_back)
+    assert freed_again() == 9

@@ -22,7 +22,9 @@ from refcache.oracle.event_check import EventReplay
 from refcache.oracle.host_content import HostContent
 from refcache.oracle.host_invariants import HostState, InFlight, check_host_state
 from refcache.oracle.host_view import HostView, TransferView
+from refcache.oracle.invariants import State
 from refcache.oracle.ledger import Prefix, RecordingAllocator
+from refcache.oracle.reentry import EvictingAllocator
 from refcache.oracle.request import Request
 from refcache.oracle.target import CacheConfig
 from refcache.oracle.tree_driver import TreeDriver
@@ -38,6 +40,7 @@ class HiCacheConfig(CacheConfig):
 
     ``host_size`` in tokens, whole pages, more than ``size``; 0 means one page more. ``delay``:
     launches wait until the program or the cache makes them run; else they run at once.
+    ``reentrant``: every allocation, on either tier, first evicts all that can be evicted there.
     """
 
     host_size: int = 0
@@ -49,6 +52,7 @@ class HiCacheConfig(CacheConfig):
     mla: bool = False
     tp_group: Any = None
     delay: bool = True
+    reentrant: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,10 +99,12 @@ class HiCacheDriver(TreeDriver):
         self.in_flight: dict[tuple[str, Any], InFlight] = {}
         self.consumer = -1
         self.no_room = False
+        self._seen: dict[str, Any] | None = None
         self.host_events = EventReplay(above=lambda: self.events)
 
         def wrap(allocator: Any) -> RecordingAllocator:
-            return RecordingAllocator(allocator, self.ledger)
+            kind = EvictingAllocator if c.reentrant else RecordingAllocator
+            return kind(allocator, self.ledger)
 
         parts: HiCacheParts = self.on_target(
             self.target.hicache, c, self.machine, self.forward_stream, wrap
@@ -107,6 +113,9 @@ class HiCacheDriver(TreeDriver):
         self.counter = parts.counter
         self.content = HostContent(self.pool, parts.host_planes, c.layout, c.page_size)
         self._watch(parts.host_pool)
+        if isinstance(self.allocator, EvictingAllocator):
+            everything = self.target.EvictParams(num_tokens=c.size)
+            self.allocator.make_room = lambda: self.tree.evict(everything)
 
     def _watch(self, host_pool: Any) -> None:
         """See from outside when the host pool refuses, and what a host eviction frees."""
@@ -116,6 +125,8 @@ class HiCacheDriver(TreeDriver):
 
         def watched_alloc(need_size: int) -> Any:
             nonlocal refusals
+            if self.config.reentrant:
+                self.tree.evict_host(self.config.host_size)
             slots = alloc(need_size)
             refusals = refusals + 1 if slots is None else 0
             self.no_room |= refusals > 1
@@ -285,9 +296,20 @@ class HiCacheDriver(TreeDriver):
         if index >= 0:
             self.consumer = index
 
+    def state(self) -> State:
+        if self._seen is None:
+            return super().state()
+        if "state" not in self._seen:
+            self._seen["state"] = super().state()
+        state: State = self._seen["state"]
+        return state
+
     def _host(self) -> HostView:
-        view: HostView = self.target.inspect_host(self.tree)
-        return view
+        seen = {} if self._seen is None else self._seen
+        if "host" not in seen:
+            seen["host"] = self.target.inspect_host(self.tree)
+        host: HostView = seen["host"]
+        return host
 
     def _match(self, tokens: Sequence[int], extra_key: str | None) -> Any:
         self.ledger.may_free = self.ledger.only(set())
@@ -365,13 +387,12 @@ class HiCacheDriver(TreeDriver):
         return node, slots
 
     def _must_stay(self) -> bool:
-        """Under write-back: leaves without a host copy above nodes that are on the host only."""
+        """Under write-back: leaves above nodes that are on the host only, without room there."""
         view = self.target.inspect(self.tree)
         above = {node.parent for node in view.nodes if node.device is None}
         leaves = view.evictable_leaves or frozenset()
-        return self.config.write_policy == "write_back" and all(
-            view.nodes[i].host is None and i in above for i in leaves
-        )
+        tight = self.config.write_policy == "write_back" and self.no_room
+        return tight and all(view.nodes[i].host is None and i in above for i in leaves)
 
     def _write_kv(
         self, row: list[int], start: int, tokens: tuple[int, ...], extra_key: str | None
@@ -415,8 +436,12 @@ class HiCacheDriver(TreeDriver):
         """Rows are compared when the forward runs; see ``HostContent.forward``."""
 
     def check(self) -> None:
-        super().check()
-        self._check_host()
+        self._seen = {}  # no check changes anything: all of them look at one view
+        try:
+            super().check()
+            self._check_host()
+        finally:
+            self._seen = None
 
     def _check_events(self, events: EventReplay) -> None:
         taken = self.on_target(self.tree.take_events)
@@ -465,8 +490,9 @@ class HiCacheDriver(TreeDriver):
         self._check_events(self.events)
         seen = sorted(self.host_events.resident.values())
         size, expected = self.page_size, []
-        for index, prefix in self.state().view.paths():
-            node = self.state().view.nodes[index]
+        view = self.target.inspect(self.tree)
+        for index, prefix in view.paths():
+            node = view.nodes[index]
             if node.host is not None:
                 start = len(prefix) - len(node.key)
                 expected += [prefix[: end + size] for end in range(start, len(prefix), size)]

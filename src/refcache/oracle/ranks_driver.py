@@ -49,8 +49,9 @@ class RankDriver(HiCacheDriver):
         """Everything that a rank has decided and that the other ranks rely on, by name."""
         size = self.page_size
         found: dict[str, Any] = {}
-        for index, prefix in self.state().view.paths():
-            node = self.state().view.nodes[index]
+        view = self.target.inspect(self.tree)
+        for index, prefix in view.paths():
+            node = view.nodes[index]
             tiers = (node.device is not None, node.host is not None)
             for end in range(len(prefix) - len(node.key), len(prefix), size):
                 page = (node.extra_key, prefix[: end + size])

@@ -105,6 +105,15 @@ class HiCacheMachine(DriverMachine):
         self.d.insert((which, 2, 1, 0))
         self.d.settle()
 
+    @rule(tokens=prompts, keep=st.integers(1, 12), num_tokens=st.integers(1, 8), which=index)
+    def reload_below(self, tokens: Any, keep: int, num_tokens: int, which: int) -> None:
+        """A load that hangs from a node on the device which nobody locks."""
+        self.d.insert(tokens[:keep])
+        self.d.insert(tokens)
+        self.d.settle()
+        self.d.evict(num_tokens)
+        self.d.reload(which)
+
     @rule(tokens=prompts, extra_key=namespaces, quota=quotas, start=st.booleans())
     def load_back(self, tokens: Any, extra_key: Any, quota: Any, start: bool) -> None:
         self.d.load_back(tokens, extra_key, quota, start)

@@ -73,6 +73,7 @@ def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
         "load_back_threshold": draw(st.sampled_from([1, 1, 1, 3])),
         "mla": draw(st.booleans()),
         "delay": draw(st.sampled_from([True, True, True, False])),
+        "reentrant": draw(st.sampled_from([False, False, True])),
     }
 
 

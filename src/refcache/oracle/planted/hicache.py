@@ -7,6 +7,7 @@ import torch
 
 from refcache.controller import CacheOperation
 from refcache.oracle.planted.bug import PlantedBug
+from refcache.tree import RadixCache
 from refcache.types import EvictParams
 
 HIRADIX = "refcache.tree.hiradix_cache:HiRadixCache"
@@ -31,6 +32,18 @@ def _unprotected(original: Function) -> Function:
         for node, (count, parent) in users.items():
             node.host_ref_counter, node.parent = count, parent
         return slots
+
+    return _load
+
+
+def _ancestor_unlocked(original: Function) -> Function:
+    def _load(self: Any, host_slots: torch.Tensor, node_id: int) -> Any:
+        ancestor = self._device_ancestor(next(n for n in self.nodes() if n.id == node_id))
+        self.dec_lock_ref(ancestor)
+        try:
+            return original(self, host_slots, node_id)
+        finally:
+            RadixCache.inc_lock_ref(self, ancestor)
 
     return _load
 
@@ -231,6 +244,45 @@ def _page_handed_out_again(original: Function) -> Function:
     return alloc
 
 
+def _page_freed_twice(original: Function) -> Function:
+    def free(self: Any, indices: torch.Tensor) -> int:
+        count = int(original(self, indices))
+        if count > self.page_size:
+            self.free_slots = torch.cat([self.free_slots, indices[-self.page_size :]])
+        return count
+
+    return free
+
+
+def _slots_kept(original: Function) -> Function:
+    def _evict_leaf(self: Any, node: Any) -> int:
+        evict_device = self.cache_controller.evict_device
+        if not node.backuped and self.write_policy == "write_back":
+            self.cache_controller.evict_device = len
+        try:
+            return int(original(self, node))
+        finally:
+            self.cache_controller.evict_device = evict_device
+
+    return _evict_leaf
+
+
+def _queued_unwritten(original: Function) -> Function:
+    def _evict_leaf(self: Any, node: Any) -> int:
+        if self.write_policy != "write_back" or node.backuped:
+            return int(original(self, node))
+        if not self.write_backup(node, write_back=True):
+            self.cache_controller.evict_device(node.value)
+            self.evictable_size_ -= len(node.key)
+            node.value = None
+            self._update_leaf_status(node)
+            return len(node.key)
+        self.writing_check(write_back=True)
+        return int(original(self, node))
+
+    return _evict_leaf
+
+
 def _children_ignored(original: Function) -> Function:
     def _evict_leaf(self: Any, node: Any) -> int:
         children, node.children = node.children, {}
@@ -285,6 +337,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "the eviction that makes room for a load may drop the host copies to be loaded",
         f"{HIRADIX}._load",
         _unprotected,
+    ),
+    _bug(
+        "load-leaves-ancestor",
+        "TensorRT-LLM#8813, #17926 (B63)",
+        "the eviction that makes room for a load may take the node that the load hangs from",
+        f"{HIRADIX}._load",
+        _ancestor_unlocked,
     ),
     _bug(
         "host-leaf-with-children",
@@ -460,6 +519,27 @@ BUGS: tuple[PlantedBug, ...] = (
         "a host page stays in the free list after it was handed out",
         f"{SLOTS}.alloc",
         _page_handed_out_again,
+    ),
+    _bug(
+        "host-page-freed-twice",
+        "sglang#13483, #13501, #27010 (B13)",
+        "freeing several host pages puts the last into the free list twice",
+        f"{SLOTS}.free",
+        _page_freed_twice,
+    ),
+    _bug(
+        "write-back-keeps-slots",
+        "sglang#5499 (B24)",
+        "an eviction that has written a node back does not free its device slots",
+        f"{HIRADIX}._evict_leaf",
+        _slots_kept,
+    ),
+    _bug(
+        "write-back-without-room",
+        "sglang#27108, #16909 (B23)",
+        "a node is evicted as if written back although the host had no room for it",
+        f"{HIRADIX}._evict_leaf",
+        _queued_unwritten,
     ),
     _bug(
         "parent-of-host-nodes-dropped",
