@@ -1,0 +1,60 @@
+"""Steps of the two-tier state machine a second, with every check and the race tracker, on one core.
+
+What is timed is all that a step costs: drawing it, making the call, the checks after it. A run
+counts only if no rule is broken; the figure is the median of 10,000 steps.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
+
+from refcache.oracle import HiCacheDriver, resolve
+from refcache.testing.hicache_machine import HiCacheMachine
+from refcache.testing.machines import Tally, machine_for
+from refcache.testing.run import STEPS
+from refcache.testing.strategies import hicache_configs
+
+TARGET = 500
+COUNTED = 10_000
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_steps_a_second(benchmark: Any, page_size: int) -> None:
+    torch.set_num_threads(1)
+    times: list[float] = []
+
+    class Timed(HiCacheMachine):
+        @initialize(config=hicache_configs().filter(lambda c: c["page_size"] == page_size))
+        def start(self, config: dict[str, Any]) -> None:
+            self.d = HiCacheDriver(self.target, **config)
+            self.start_driver(self.d)
+            self.last = time.process_time()
+
+        @invariant()
+        def step_is_over(self) -> None:
+            now = time.process_time()
+            times.append(now - self.last)
+            self.last = now
+
+    tally = Tally()
+    machine = seed(0)(machine_for(Timed, resolve("refcache"), tally))
+    config = settings(
+        max_examples=COUNTED // STEPS * 2,
+        stateful_step_count=STEPS,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    benchmark.pedantic(run_state_machine_as_test, (machine,), {"settings": config}, rounds=1)
+    assert tally.failed is None
+    assert len(times) >= COUNTED
+    rate = 1 / statistics.median(times[:COUNTED])
+    mean = COUNTED / sum(times[:COUNTED])
+    benchmark.extra_info.update(steps=COUNTED, rate=rate, mean=mean, target=TARGET)
+    print(f"\npage size {page_size}: {rate:.0f} steps a second (mean {mean:.0f}; target {TARGET})")
