@@ -5,6 +5,7 @@ PYTHON ?= python3.11 python3 python3.12 python3.13
 BIN := .venv/bin
 INSTALLED := .venv/installed
 WORKLOAD := build/workload.jsonl
+OTHER_TRITON := 3.6.0
 ARGS ?=
 
 # Tests run as one process a core: torch must not start a thread pool in each.
@@ -36,7 +37,12 @@ bench: $(INSTALLED)  ## the CPU benchmarks
 	@echo "== benchmarks"
 	@$(BIN)/python -m pytest -q benchmarks --ignore=benchmarks/gpu $(ARGS)
 
-nightly: $(INSTALLED)  ## the long campaigns
+nightly: $(INSTALLED)  ## the long campaigns, and the kernels on a second version of Triton
+	@echo "== kernels on Triton $(OTHER_TRITON)"
+	@test -d build/triton-$(OTHER_TRITON) || $(BIN)/python -m pip install -qq --no-deps \
+	    --target build/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
+	@PYTHONPATH=build/triton-$(OTHER_TRITON) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 \
+	    tests/property/test_ops_*.py
 	@echo "== long campaigns"
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m nightly $(ARGS)
 
