@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -25,6 +26,21 @@ class Run(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.suite} on {self.target}"
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it may run in this very process."""
+        return self.target in ("refcache", "naive")
+
+    def died(self) -> Any:
+        from refcache.oracle import SENTENCES
+        from refcache.testing.run import Failure, SuiteResult
+
+        evidence = f"{self.target} ended the process that ran {self.suite}, or had it killed"
+        sentence = SENTENCES["crash"]
+        text = f"crash: {evidence}\n  rule: {sentence}"
+        failure = Failure("crash", sentence, evidence, (), text)
+        return SuiteResult(self.suite, 0, 0, "violation", failure)
 
     def work(self) -> Any:
         from contextlib import nullcontext
@@ -53,6 +69,16 @@ class Hunt(NamedTuple):
     def __str__(self) -> str:
         return f"planted bug {self.bug}"
 
+    @property
+    def trusted(self) -> bool:
+        return True
+
+    def died(self) -> Any:
+        from refcache.oracle.planted import find
+        from refcache.testing.run import Caught
+
+        return Caught(self.bug, "crash", find(self.bug).suite, 0, 0, True, 1, None)
+
     def work(self) -> Any:
         from refcache.oracle.planted import find
         from refcache.testing import hunt
@@ -61,14 +87,32 @@ class Hunt(NamedTuple):
 
 
 def in_order(tasks: Sequence[Run | Hunt]) -> Iterator[Any]:
-    """Yield what each task's ``work`` returns, in the order of ``tasks``."""
-    if len(tasks) == 1:
+    """Yield what each task's ``work`` returns, in the order of ``tasks``.
+
+    A target that ends its process is a result too: the tasks that are left then run one process
+    each, and whose process dies has crashed.
+    """
+    if len(tasks) == 1 and tasks[0].trusted:
         with status(str(tasks[0])):
             result = tasks[0].work()
         yield result
         return
+    done = 0
+    try:
+        for result in _pooled(tasks, os.cpu_count() or 1):
+            yield result
+            done += 1
+    except BrokenProcessPool:
+        for task in tasks[done:]:
+            try:
+                yield from _pooled([task], 1)
+            except BrokenProcessPool:
+                yield task.died()
+
+
+def _pooled(tasks: Sequence[Run | Hunt], workers: int) -> Iterator[Any]:
     with ProcessPoolExecutor(
-        max_workers=min(len(tasks), os.cpu_count() or 1),
+        max_workers=min(len(tasks), workers),
         mp_context=get_context("spawn"),
         initializer=_start,
     ) as pool:
