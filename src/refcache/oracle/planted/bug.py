@@ -48,7 +48,7 @@ class PlantedBug:
     suite: str
 
     def smoke(self, target: Target) -> None:
-        """The 20 calls that must not see the bug; AssertionError if they do."""
+        """The calls that must not see the bug; raises if they do."""
         smoke(target)
 
     def owner(self) -> tuple[Any, str]:

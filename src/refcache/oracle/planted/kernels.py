@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from refcache.errors import InvalidArgument
+from refcache.oracle.ops_driver import OpsDriver
 from refcache.oracle.ops_target import interpret_kernels
 from refcache.oracle.planted.bug import PlantedBug, Use
 from refcache.oracle.target import Target
@@ -31,16 +32,14 @@ class KernelBug(PlantedBug):
 
     def smoke(self, target: Target) -> None:
         """One request, whole pages, one layer, full tiles."""
-        ops = target.ops()
+        d = OpsDriver(target)
         pairs = tuple((i, i) for i in range(8))
-        errors = cases.alloc_errors(cases.AllocCase((8,), (4,), (7,), (2, 3, 4), 4), ops)
-        errors += cases.alloc_errors(cases.AllocCase((5,), None, (7,), (2, 3, 4), 4), ops)
+        d.slots(cases.AllocCase((8,), (4,), (7,), (2, 3, 4), 4))
+        d.slots(cases.AllocCase((5,), None, (7,), (2, 3, 4), 4))
         for op in cases.OPS:
-            friendly = cases.TransferCase(
-                op, layer_num=1, layers=(0, 1), heads=((8, 128),), pairs=pairs
+            d.transfer(
+                cases.TransferCase(op, layer_num=1, layers=(0, 1), heads=((8, 128),), pairs=pairs)
             )
-            errors += cases.transfer_errors(friendly, ops)
-        assert not errors, errors[0]
 
     def owner(self) -> tuple[Any, str]:
         interpret_kernels()
@@ -54,13 +53,18 @@ class KernelBug(PlantedBug):
             InvalidArgument: the line is not in the source (any more).
         """
         interpret_kernels()
-        plans = importlib.import_module(PLAN.partition(":")[0])._plans
-        plans.clear()
+        _forget()
         try:
             with super().active() as use:
                 yield use
         finally:
-            plans.clear()
+            _forget()
+
+
+def _forget() -> None:
+    """Drop the plans, and the compiled kernels that are looked up by a plan's number."""
+    importlib.import_module(PLAN.partition(":")[0])._plans.clear()
+    importlib.import_module("refcache_ops._launch")._compiled.clear()
 
 
 def line(name: str, report: str, summary: str, where: str, old: str, new: str) -> KernelBug:
