@@ -102,7 +102,7 @@ def _freed_to_the_end(original: Function) -> Function:
 BUGS = (
     PlantedBug(
         "launch-before-capacity-check",
-        "sglang#34399, #30892, #34400 (B11)",
+        "sglang#34399, #30892, #34400",
         "alloc_extend and alloc_decode compute slots before they know that pages are free",
         f"{PAGED}._grow",
         _no_capacity_check,
@@ -110,7 +110,7 @@ BUGS = (
     ),
     PlantedBug(
         "long-extend-cut",
-        "sglang#18250, #19780, #19898 (B36)",
+        "sglang#18250, #19780, #19898",
         "an extend longer than the kernel's block runs on past its pages",
         f"{PAGED}.alloc_extend",
         _long_extend,
@@ -118,7 +118,7 @@ BUGS = (
     ),
     PlantedBug(
         "page-zero-freed",
-        "sglang#38519 (B50)",
+        "sglang#38519",
         "a padded slot puts the dummy page on the free list, in the place of a real one",
         f"{PAGED}._give_back",
         _page_zero,
@@ -126,7 +126,7 @@ BUGS = (
     ),
     PlantedBug(
         "free-count-drifts",
-        "TensorRT-LLM#12834 (B62)",
+        "TensorRT-LLM#12834",
         "available_size forgets one of the two lists",
         f"{BASE}.available_size",
         _release_list_not_counted,
@@ -166,7 +166,7 @@ BUGS = (
     ),
     PlantedBug(
         "row-lost",
-        "sglang#24439, #24243 (B48)",
+        "sglang#24439, #24243",
         "the pool and its table of rows count differently: a row is lost when it is freed",
         "refcache.pool.req_to_token:ReqToTokenPool.free",
         _rows_shared,

@@ -96,7 +96,7 @@ def _retracted_keeps_lock(original: Function) -> Function:
 BUGS = (
     PlantedBug(
         "draft-slots-not-recorded",
-        "sglang#7130, #31616, #35265 (B20)",
+        "sglang#7130, #31616, #35265",
         "a page for draft tokens is taken and written down nowhere",
         f"{ENGINE}.schedule_batch:alloc_for_decode",
         _draft_not_recorded,
@@ -104,7 +104,7 @@ BUGS = (
     ),
     PlantedBug(
         "tail-released-twice",
-        "sglang#18694, #12224, sglang-jax#982 (B32)",
+        "sglang#18694, #12224, sglang-jax#982",
         "the last slot of a finished request is freed by two paths",
         f"{ENGINE}.output_processor:release_kv_cache",
         _released_twice,
@@ -112,7 +112,7 @@ BUGS = (
     ),
     PlantedBug(
         "chunk-computed-again",
-        "sglang#36855, #37024 (B34)",
+        "sglang#36855, #37024",
         "where the insert of a chunk is skipped, its progress is lost",
         f"{ENGINE}.batching:SchedulerBatchingMixin.stash_chunked_request",
         _insert_skipped,
@@ -120,7 +120,7 @@ BUGS = (
     ),
     PlantedBug(
         "request-key-without-namespace",
-        "vllm#44701, sglang#25351 (B39)",
+        "vllm#44701, sglang#25351",
         "a request looks its prefix up without its namespace",
         f"{ENGINE}.req:Req.init_next_round_input",
         _no_namespace,
@@ -136,7 +136,7 @@ BUGS = (
     ),
     PlantedBug(
         "room-short-by-one",
-        "sglang#13826, #14645 (B20)",
+        "sglang#13826, #14645",
         "room is made for one token less than is allocated next",
         f"{ENGINE}.alloc:evict_from_tree_cache",
         _room_short,

@@ -206,7 +206,7 @@ def _chunks_counted(original: Function) -> Function:
 BUGS = (
     PlantedBug(
         "abort-frees-cached-chunks",
-        "sglang#38319, #38355 (B15)",
+        "sglang#38319, #38355",
         "an abort between chunks frees the pages that the tree took over",
         f"{CACHE}.cache_finished_req",
         _abort_frees_all,
@@ -214,7 +214,7 @@ BUGS = (
     ),
     PlantedBug(
         "evict-parent-not-pushed",
-        "sglang#5499 (B24)",
+        "sglang#5499",
         "a parent that became a leaf during an eviction is not considered",
         f"{CACHE}.evict",
         _parent_not_pushed,
@@ -222,7 +222,7 @@ BUGS = (
     ),
     PlantedBug(
         "evict-too-much",
-        "sglang#4987, #4989 (B24)",
+        "sglang#4987, #4989",
         "an eviction asks each leaf for the whole amount, and does not stop when enough is free",
         f"{CACHE}.evict",
         _evicts_all,
@@ -230,7 +230,7 @@ BUGS = (
     ),
     PlantedBug(
         "chunk-progress-lost",
-        "sglang#36855, #37024, #33996 (B34)",
+        "sglang#36855, #37024, #33996",
         "prefix_indices does not advance after a chunk",
         f"{CACHE}.cache_unfinished_req",
         _prefix_not_advanced,
@@ -238,7 +238,7 @@ BUGS = (
     ),
     PlantedBug(
         "bigram-key-not-converted",
-        "sglang#19570, #17193 (B38)",
+        "sglang#19570, #17193",
         "EAGLE inserts under bigrams and looks up under tokens",
         f"{TREE}.match_prefix",
         _token_view,
@@ -246,7 +246,7 @@ BUGS = (
     ),
     PlantedBug(
         "match-ignores-namespace",
-        "sglang#26747, #36382 (B39)",
+        "sglang#26747, #36382",
         "a lookup leaves the namespace out of the key",
         f"{TREE}.match_prefix",
         _no_namespace,
@@ -254,7 +254,7 @@ BUGS = (
     ),
     PlantedBug(
         "hash-ignores-namespace",
-        "sglang#26747, #38577 (B39)",
+        "sglang#26747, #38577",
         "page hashes do not start from the namespace",
         "refcache.keys:namespace_seed",
         lambda original: lambda extra_key: b"",
@@ -262,7 +262,7 @@ BUGS = (
     ),
     PlantedBug(
         "split-counted-twice",
-        "sglang#35270, mllm#656 (B45)",
+        "sglang#35270, mllm#656",
         "a split adds the upper half to evictable_size again",
         f"{TREE}._split_node",
         _split_counts,
@@ -270,7 +270,7 @@ BUGS = (
     ),
     PlantedBug(
         "lock-skips-node",
-        "mini-sglang#52, #44 (B46)",
+        "mini-sglang#52, #44",
         "inc_lock_ref moves to the parent before it touches the node",
         f"{CACHE}.inc_lock_ref",
         _leaf_skipped,
@@ -278,7 +278,7 @@ BUGS = (
     ),
     PlantedBug(
         "remove-event-missing",
-        "sglang#26387 (B69)",
+        "sglang#26387",
         "eviction of a node of several pages is not announced",
         f"{EVENTS}.removed",
         _no_removal,
@@ -286,7 +286,7 @@ BUGS = (
     ),
     PlantedBug(
         "hash-changes-at-split",
-        "dynamo#14878, sglang#27072 (B69)",
+        "dynamo#14878, sglang#27072",
         "the lower half of a split gets the hashes of the upper one",
         f"{TREE}._split_node",
         _hash_restarts,
@@ -334,7 +334,7 @@ BUGS = (
     ),
     PlantedBug(
         "tail-not-freed",
-        "sglang#11970 (B32)",
+        "sglang#11970",
         "a tail of one token is not freed at the end of a request",
         f"{CACHE}._free",
         _tail_lost,
