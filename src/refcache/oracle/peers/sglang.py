@@ -119,6 +119,18 @@ class SglangTarget(Target):
     def inspect_host(self, tree: Any) -> HostView:
         return hicache.inspect_host(tree, self.inspect(tree))
 
+    def host_pool(self, tree: Any) -> Any:
+        """The host slots of a two-tier tree, with the release's ``alloc`` and ``free``."""
+        return tree.token_to_kv_pool_host
+
+    def pin_on_host(self, tree: Any, handle: Any) -> None:
+        """Pin a node's host slots, as a write to storage does."""
+        handle.protect_host()
+
+    def may_load(self, tree: Any) -> bool:
+        """Whether the release says that another load may start; this one does not say."""
+        return True
+
 
 def watched(base: type) -> type:
     """``base`` whose kernels' reads are watched: one past the free list is a violation of AL2.

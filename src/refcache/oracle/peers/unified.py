@@ -95,6 +95,15 @@ class UnifiedTarget(SglangTarget):
     def inspect_host(self, tree: Any) -> HostView:
         return unified_view.inspect_host(tree)
 
+    def host_pool(self, tree: Any) -> Any:
+        return tree.host_pool_group.anchor_entry.host_pool
+
+    def pin_on_host(self, tree: Any, handle: Any) -> None:
+        tree.inc_host_lock_ref(handle)
+
+    def may_load(self, tree: Any) -> bool:
+        return bool(tree.has_free_load_back_slot())
+
 
 def _insert_params(base: type) -> Any:
     """A bare insert frees no duplicates: its caller does."""
