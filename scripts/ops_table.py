@@ -18,7 +18,7 @@ import torch
 
 import refcache_ops
 from refcache.oracle import resolve
-from refcache.reference import LAYOUTS, cases
+from refcache.reference import LAYOUTS, alloc_cases, cases
 
 PAGE = Path(__file__).parents[1] / "docs" / "ops.md"
 BEGIN, END = "<!-- table: scripts/ops_table.py -->", "<!-- end of table -->"
@@ -37,7 +37,9 @@ def equal(op: str, **fixed: Any) -> bool:
         pages = (page, page + 1, page + 2, page + 3)
         size = 16 if fixed.get("far") else 4
         seq = tuple(1 + size * i for i in (1, 2, 0)) if fixed.get("far") and prefix is None else seq
-        return not cases.alloc_errors(cases.AllocCase(seq, prefix, last, pages, size, dtype), ops)
+        return not alloc_cases.alloc_errors(
+            alloc_cases.AllocCase(seq, prefix, last, pages, size, dtype), ops
+        )
     if fixed.pop("far", False):
         return not cases.far_errors(op, ops)
     return not cases.transfer_errors(cases.TransferCase(op, **fixed), ops)

@@ -10,7 +10,7 @@ import torch
 
 import refcache_ops
 from refcache.errors import InvalidArgument
-from refcache.reference import LAYOUTS, cases, transfer
+from refcache.reference import LAYOUTS, alloc_cases, cases, transfer
 
 MEMORY = ("pinned", "registered", "pageable")
 
@@ -73,18 +73,20 @@ def test_many_tiles(op: str, cap: int) -> None:
 def test_drawn_allocs() -> None:
     rng = random.Random(3)
     for _ in range(300):
-        case = cases.random_alloc_case(rng, batch=40, tokens=3000)
-        assert cases.alloc_errors(case, refcache_ops, "cuda") == []
+        case = alloc_cases.random_alloc_case(rng, batch=40, tokens=3000)
+        assert alloc_cases.alloc_errors(case, refcache_ops, "cuda") == []
 
 
 def test_long_alloc_cases() -> None:
-    fixed = list(cases.long_alloc_cases())
+    fixed = list(alloc_cases.long_alloc_cases())
     fixed.append(
-        cases.AllocCase((2**20 + 71, 9), (70, 9), (1_000_005, 8), tuple(range(1, 16400)), 64)
+        alloc_cases.AllocCase((2**20 + 71, 9), (70, 9), (1_000_005, 8), tuple(range(1, 16400)), 64)
     )
-    fixed.append(cases.AllocCase((2**20 + 1, 9), (0, 0), (-1, -1), tuple(range(5, 2**20 + 99)), 1))
+    fixed.append(
+        alloc_cases.AllocCase((2**20 + 1, 9), (0, 0), (-1, -1), tuple(range(5, 2**20 + 99)), 1)
+    )
     for case in fixed:
-        assert cases.alloc_errors(case, refcache_ops, "cuda") == []
+        assert alloc_cases.alloc_errors(case, refcache_ops, "cuda") == []
 
 
 @pytest.mark.parametrize("to_host", [True, False])

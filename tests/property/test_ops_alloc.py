@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refcache.errors import InvalidArgument
-from refcache.reference import cases
+from refcache.reference import alloc_cases
 
 REPEATABLE = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
-def walk(case: cases.AllocCase) -> list[int]:
+def walk(case: alloc_cases.AllocCase) -> list[int]:
     """The third oracle: token by token, with nothing but a list of pages and a position."""
     free = list(case.free)
     out: list[int] = []
@@ -33,8 +33,8 @@ def walk(case: cases.AllocCase) -> list[int]:
 @REPEATABLE
 @given(st.randoms(use_true_random=False))
 def test_alloc_kernels_are_byte_equal(kernel_ops: SimpleNamespace, rng: random.Random) -> None:
-    case = cases.random_alloc_case(rng)
-    assert cases.alloc_errors(case, kernel_ops) == []
+    case = alloc_cases.random_alloc_case(rng)
+    assert alloc_cases.alloc_errors(case, kernel_ops) == []
 
 
 @REPEATABLE
@@ -42,7 +42,7 @@ def test_alloc_kernels_are_byte_equal(kernel_ops: SimpleNamespace, rng: random.R
 def test_the_reference_is_the_page_walk(rng: random.Random) -> None:
     import refcache_ops
 
-    case = cases.random_alloc_case(rng)
+    case = alloc_cases.random_alloc_case(rng)
     tensors = [torch.tensor(v, dtype=case.dtype) for v in (case.seq, case.last, case.free)]
     if case.prefix is None:
         got = refcache_ops.alloc_decode(*tensors, case.page_size)
@@ -93,12 +93,12 @@ def test_batches_beyond_one_block(kernel_ops: SimpleNamespace, batch: int) -> No
     seq = tuple(rng.randint(1, 40) for _ in range(batch))
     last = tuple(rng.randint(0, 10**6) for _ in range(batch))
     free = tuple(rng.sample(range(1, 10**6), batch))
-    decode = cases.AllocCase(seq, None, last, free, page_size=4)
-    assert cases.alloc_errors(decode, kernel_ops) == []
+    decode = alloc_cases.AllocCase(seq, None, last, free, page_size=4)
+    assert alloc_cases.alloc_errors(decode, kernel_ops) == []
     if batch < 200:
         prefix = tuple(max(0, s - rng.randint(0, 9)) for s in seq)
-        extend = cases.AllocCase(seq, prefix, last, free * 4, page_size=4, dtype=torch.int32)
-        assert cases.alloc_errors(extend, kernel_ops) == []
+        extend = alloc_cases.AllocCase(seq, prefix, last, free * 4, page_size=4, dtype=torch.int32)
+        assert alloc_cases.alloc_errors(extend, kernel_ops) == []
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,16 @@ def test_batches_beyond_one_block(kernel_ops: SimpleNamespace, batch: int) -> No
 )
 def test_long_extends_use_several_chunks(kernel_ops: SimpleNamespace, growth: int) -> None:
     free = tuple(range(1, growth // 64 + 3))
-    case = cases.AllocCase((growth + 70, 9), (70, 9), (1_000_005, 8), free, page_size=64)
-    assert cases.alloc_errors(case, kernel_ops) == []
+    case = alloc_cases.AllocCase((growth + 70, 9), (70, 9), (1_000_005, 8), free, page_size=64)
+    assert alloc_cases.alloc_errors(case, kernel_ops) == []
 
 
 def test_slots_beyond_2_31(kernel_ops: SimpleNamespace) -> None:
     page = 2**31 // 16 + 3
-    case = cases.AllocCase((40,), (0,), (-1,), (page, page + 1, page + 2), 16, torch.int32)
-    assert cases.alloc_errors(case, kernel_ops) == []
-    decode = cases.AllocCase((17, 33), None, (15, 31), (page, page + 1), 16, torch.int32)
-    assert cases.alloc_errors(decode, kernel_ops) == []
+    case = alloc_cases.AllocCase((40,), (0,), (-1,), (page, page + 1, page + 2), 16, torch.int32)
+    assert alloc_cases.alloc_errors(case, kernel_ops) == []
+    decode = alloc_cases.AllocCase((17, 33), None, (15, 31), (page, page + 1), 16, torch.int32)
+    assert alloc_cases.alloc_errors(decode, kernel_ops) == []
 
 
 def test_bad_index_tensors_are_refused(kernel_ops: SimpleNamespace) -> None:

@@ -123,7 +123,7 @@ def _pooled(tasks: Sequence[Run | Hunt], workers: int) -> Iterator[Any]:
                     result = future.result()
                 yield result
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # without waiting, the exit may trip over it
 
 
 def _start() -> None:

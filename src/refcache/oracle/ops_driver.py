@@ -1,6 +1,6 @@
 """Drives ops: each step is one call on buffers of its own, compared byte for byte.
 
-The cases are :mod:`refcache.reference.cases`: what moves, the source, the bystanders and the guards
+The cases are of :mod:`refcache.reference.cases`: what moves, the source, the bystanders and the guards
 around every buffer are compared with what the reference does to an equal copy.
 """
 
@@ -14,8 +14,9 @@ from refcache.oracle.driver import Driver, step
 from refcache.oracle.ops_target import OPS, device
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.violation import Violation
-from refcache.reference import cases
-from refcache.reference.cases import AllocCase, Placement, TransferCase
+from refcache.reference import alloc_cases, cases
+from refcache.reference.alloc_cases import AllocCase
+from refcache.reference.cases import Placement, TransferCase
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class OpsDriver(Driver):
         """One ``alloc_extend`` or ``alloc_decode``."""
         op = "alloc_decode" if case.prefix is None else "alloc_extend"
         if hasattr(self.ops, op):
-            self._ask(op, "OP2", cases.alloc_errors, case, self.ops, self.device)
+            self._ask(op, "OP2", alloc_cases.alloc_errors, case, self.ops, self.device)
 
     @step
     def far(self, op: str) -> None:
@@ -90,6 +91,7 @@ class OpsDriver(Driver):
     def program(self) -> list[str]:
         return [
             "import torch",
-            "from refcache.reference.cases import AllocCase, TransferCase",
+            "from refcache.reference.alloc_cases import AllocCase",
+            "from refcache.reference.cases import TransferCase",
             *super().program(),
         ]

@@ -2,8 +2,7 @@
 
 A case is data: shapes, dtypes, pairs of slots. :func:`transfer_errors` builds its buffers inside
 larger guarded ones, runs an implementation and the reference on equal copies, and compares *every*
-byte: the rows that move, the source, the bystanders, the guards. :func:`alloc_errors` does the same
-for slots, with the free list inside a larger buffer, so that a read past its end shows.
+byte: the rows that move, the source, the bystanders, the guards.
 
 Used by the tests of ``refcache_ops`` on the CPU and on a card, and by the transfer suite for other
 people's functions. Cases are drawn from a seeded ``random.Random``.
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from refcache.errors import InvalidArgument
-from refcache.reference import alloc, transfer
+from refcache.reference import transfer
 from refcache.reference.layout import LAYOUTS, Layout
 
 OPS = ("backup_all_layer", "load_per_layer", "load_layers")
@@ -272,81 +271,6 @@ def _place(case: TransferCase, buffer: int, byte: int) -> str:
     return f"wrong bytes in device buffer {plane}, {layer=} of it, {slot=}"
 
 
-@dataclass(frozen=True, repr=False)
-class AllocCase:
-    """One call of ``alloc_extend`` (or, with ``prefix`` None, of ``alloc_decode``)."""
-
-    seq: tuple[int, ...]
-    prefix: tuple[int, ...] | None
-    last: tuple[int, ...]
-    free: tuple[int, ...]
-    page_size: int
-    dtype: torch.dtype = torch.int64
-
-    __repr__ = as_code
-
-    def __post_init__(self) -> None:
-        """Raise InvalidArgument unless this is one valid call."""
-        decode = self.prefix is None
-        before = tuple(s - 1 for s in self.seq) if self.prefix is None else self.prefix
-        if not (
-            self.page_size > 0
-            and len(self.seq) == len(before) == len(self.last)
-            and all(0 <= b <= s and s - decode >= 0 for b, s in zip(before, self.seq, strict=True))
-            and min(self.last, default=0) >= -1
-            and min(self.free, default=1) > 0
-        ):
-            raise InvalidArgument(f"{self!r}: expected a valid call")
-
-    @property
-    def growth(self) -> int:
-        """Slots that ``alloc_extend`` returns."""
-        return sum(self.seq) - sum(self.prefix or ())
-
-
-def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> AllocCase:
-    """A consistent case; sometimes with too short a free list, sometimes nothing to extend."""
-    page = rng.choice((1, 2, 3, 4, 16, 64))
-    count = rng.randint(0, batch)
-    near = [0, 1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 3 * page + 1]
-    prefix = [rng.choice((*near, rng.randint(0, tokens))) for _ in range(count)]
-    decode = rng.random() < 0.4
-    seq = [p + (1 if decode else rng.choice((0, *near, rng.randint(0, tokens)))) for p in prefix]
-    needed = sum(-(-s // page) + -p // page for s, p in zip(seq, prefix, strict=True))
-    pages = rng.sample(range(1, 1000 + count + needed), count + needed + 3)
-    last = [q * page + (p - 1) % page if p else -1 for q, p in zip(pages, prefix, strict=False)]
-    free = pages[count:][: rng.choice((needed, needed + 3, rng.randint(0, needed)))]
-    dtype = rng.choice((torch.int32, torch.int64))
-    return AllocCase(
-        tuple(seq), None if decode else tuple(prefix), tuple(last), tuple(free), page, dtype
-    )
-
-
-def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
-    """What is wrong with the slots that ``ops`` returns; empty when they are the reference's."""
-    seq, last = torch.tensor(case.seq, dtype=case.dtype), torch.tensor(case.last, dtype=case.dtype)
-    beyond = torch.tensor(
-        [900_000, *case.free, *[990_000] * (8 + case.growth)], dtype=case.dtype
-    ).to(device)
-    free = beyond[1 : 1 + len(case.free)]
-    if case.prefix is None:
-        want = alloc.alloc_decode(seq, last, free.cpu(), case.page_size)
-        got = ops.alloc_decode(seq.to(device), last.to(device), free, case.page_size)
-    else:
-        prefix = torch.tensor(case.prefix, dtype=case.dtype)
-        size, growth = case.page_size, case.growth
-        want = alloc.alloc_extend(prefix, seq, last, free.cpu(), size, growth)
-        moved = [t.to(device) for t in (prefix, seq, last)]
-        got = ops.alloc_extend(*moved, free, size, growth)
-    if got.dtype != torch.int64 or got.shape != want.shape:
-        return [f"slots {got.dtype} {list(got.shape)}, but should be int64 {list(want.shape)}"]
-    wrong = (got.cpu() != want).nonzero().flatten().tolist()
-    if wrong:
-        i = wrong[0]
-        return [f"slot {i} of {len(want)} is {int(got[i])}, but should be {int(want[i])}"]
-    return []
-
-
 def awkward_cases(op: str) -> Iterator[TransferCase]:
     """Nothing to move; buffers of their own for each layer; several tiles, the last one partial."""
     yield TransferCase(op, pairs=())
@@ -398,21 +322,3 @@ def far_errors(
     if not torch.equal(target[to.to(target.device)].cpu(), rows):
         return [f"wrong bytes in slots {to.tolist()}, behind 2^31 elements"]
     return []
-
-
-def long_alloc_cases() -> Iterator[AllocCase]:
-    """Free lists that are too short, and batches and page numbers beyond one block or 32 bits."""
-    yield AllocCase((9,), (0,), (-1,), (5,), 4)
-    yield AllocCase((5, 5, 5), None, (7, 11, 15), (6,), 4)
-    page = 2**31 // 16 + 3
-    pages = (page, page + 1, page + 2)
-    yield AllocCase((40,), (0,), (-1,), pages, 16, torch.int32)
-    yield AllocCase((17, 33), None, (15, 31), pages, 16, torch.int32)
-    for batch, decode in ((300, True), (1100, False)):
-        seq = tuple(5 + i % 7 for i in range(batch))
-        # most do not grow: a program each is slow to interpret
-        grown = [1 if decode else 3 * (i < 4 or i > batch - 4) for i in range(batch)]
-        before = tuple(s - g for s, g in zip(seq, grown, strict=True))
-        last = tuple(40_000 + i * 4 + (b - 1) % 4 for i, b in enumerate(before))
-        prefix = None if decode else before
-        yield AllocCase(seq, prefix, last, tuple(range(2, 2 + batch)), 4)

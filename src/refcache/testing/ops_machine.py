@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from refcache.oracle.driver import Call
 from refcache.oracle.ops_driver import OpsDriver
-from refcache.reference import cases
+from refcache.reference import alloc_cases, cases
 from refcache.testing.machines import DriverMachine
 
 randoms = st.randoms(use_true_random=False)
@@ -16,7 +16,7 @@ randoms = st.randoms(use_true_random=False)
 
 def fixed_cases() -> Iterator[Call]:
     """What is too large to be drawn often: several tiles, 2^31 elements, long batches."""
-    for alloc in cases.long_alloc_cases():
+    for alloc in alloc_cases.long_alloc_cases():
         yield "slots", (alloc,)
     kinds = [[*cases.awkward_cases(op), *cases.row_bytes_cases(op)] for op in cases.OPS]
     for alike in zip(*kinds, strict=True):
@@ -47,4 +47,4 @@ class OpsMachine(DriverMachine):
     @precondition(lambda self: any(op not in cases.OPS for op in self.d.names))
     @rule(rng=randoms)
     def slots(self, rng: Random) -> None:
-        self.d.slots(cases.random_alloc_case(rng))
+        self.d.slots(alloc_cases.random_alloc_case(rng))

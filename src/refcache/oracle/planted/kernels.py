@@ -20,7 +20,7 @@ from refcache.oracle.ops_driver import OpsDriver
 from refcache.oracle.ops_target import interpret_kernels
 from refcache.oracle.planted.bug import PlantedBug, Use
 from refcache.oracle.target import Target
-from refcache.reference import cases
+from refcache.reference import alloc_cases, cases
 
 COPY, PLAN = "refcache_ops.copy.kernel:run", "refcache_ops.copy.plan:_make_plan"
 EXTEND, DECODE = "refcache_ops.alloc_extend.kernel:run", "refcache_ops.alloc_decode.kernel:run"
@@ -34,8 +34,8 @@ class KernelBug(PlantedBug):
         """One request, whole pages, one layer, full tiles."""
         d = OpsDriver(target)
         pairs = tuple((i, i) for i in range(8))
-        d.slots(cases.AllocCase((8,), (4,), (7,), (2, 3, 4), 4))
-        d.slots(cases.AllocCase((5,), None, (7,), (2, 3, 4), 4))
+        d.slots(alloc_cases.AllocCase((8,), (4,), (7,), (2, 3, 4), 4))
+        d.slots(alloc_cases.AllocCase((5,), None, (7,), (2, 3, 4), 4))
         for op in cases.OPS:
             d.transfer(
                 cases.TransferCase(op, layer_num=1, layers=(0, 1), heads=((8, 128),), pairs=pairs)
