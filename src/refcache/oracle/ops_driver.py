@@ -1,7 +1,7 @@
 """Drives ops: each step is one call on buffers of its own, compared byte for byte.
 
-The cases are of :mod:`refcache.reference.cases`: what moves, the source, the bystanders and the guards
-around every buffer are compared with what the reference does to an equal copy.
+The cases are of :mod:`refcache.reference.cases`: what moves, the source, the bystanders and the
+guards around every buffer are compared with what the reference does to an equal copy.
 """
 
 from collections.abc import Callable
