@@ -162,11 +162,32 @@ except Violation as violation:
 """
 
 
+DIGESTS = """
+import sys
+from refcache.oracle import HiCacheDriver, Violation, resolve
+target = resolve("sglang:0.5.23+rust")
+d = HiCacheDriver(target, size=13, host_size=14, write_policy="write_back")
+if sys.argv[1] == "differ":
+    frozen = property(lambda self: 0, lambda self, value: None)
+    type(d.tree.tree_core.shown).write_back_duplicate_reclaim_digest = frozen
+try:
+    d.admit((0, 1, 0, 1, 0, 1, 0)); d.finish(0)
+    d.insert((0, 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 1, 2))
+    d.admit((2, 1, 2, 1, 1, 1, 0, 0, 1, 2, 2, 2, 1, 2, 1), "a"); d.settle()
+    print("same")
+except Violation as violation:
+    print(violation.id, violation.evidence)
+"""
+
+
+@pytest.mark.parametrize("program", [CORES, DIGESTS])
 @pytest.mark.parametrize(("what", "expected"), [("same", "same"), ("differ", "DIFF")])
-def test_the_rust_core_leads_and_the_python_core_is_compared(what: str, expected: str) -> None:
+def test_the_rust_core_leads_and_the_python_core_is_compared(
+    program: str, what: str, expected: str
+) -> None:
     if "0.5.23" not in engine.unpacked():
         pytest.skip("sglang 0.5.23 is not unpacked: make peers")
-    ran = python("-c", CORES, what)
+    ran = python("-c", program, what)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(expected), ran.stdout
 
