@@ -127,10 +127,6 @@ class SglangTarget(Target):
         """Pin a node's host slots, as a write to storage does."""
         handle.protect_host()
 
-    def may_load(self, tree: Any) -> bool:
-        """Whether the release says that another load may start; this one does not say."""
-        return True
-
 
 def watched(base: type) -> type:
     """``base`` whose kernels' reads are watched: one past the free list is a violation of AL2.

@@ -101,9 +101,6 @@ class UnifiedTarget(SglangTarget):
     def pin_on_host(self, tree: Any, handle: Any) -> None:
         tree.inc_host_lock_ref(handle)
 
-    def may_load(self, tree: Any) -> bool:
-        return bool(tree.has_free_load_back_slot())
-
 
 def _insert_params(base: type) -> Any:
     """A bare insert frees no duplicates: its caller does."""
@@ -259,8 +256,13 @@ def translated(base: type, params: Any, release: Any, record: type) -> type:
 
         def ready_to_load_host_cache(self) -> int:
             """What inserts have queued is submitted first: the release's scheduler does so at the
-            end of each batch, before the next one's loads."""
+            end of each batch, before the next one's loads. A caller that finds no free slot for
+            a load comes back when one is free, as the release's decoding does."""
             self.flush_pending_backups()
+            controller = self.cache_controller
+            while controller.load_queue and not self.has_free_load_back_slot():
+                controller.ack_load_queue[0].finish_event.synchronize()
+                self.check_hicache_events()
             return int(super().ready_to_load_host_cache())
 
         def init_load_back(self, load: Any) -> Any:
