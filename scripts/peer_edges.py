@@ -8,17 +8,14 @@ and write policy: the two accesses with their streams, how often, and an example
 import argparse
 import re
 from collections import Counter
-from typing import Any
 
 import peers
-from hypothesis.stateful import initialize
 
 from refcache.oracle import HiCacheDriver, resolve
 from refcache.runtime import RaceFound
 from refcache.testing import run
 from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.registry import SUITES, Suite
-from refcache.testing.strategies import hicache_configs
 from refcache.types import WRITE_POLICIES
 
 CASES = 5
@@ -46,12 +43,7 @@ def kind(race: RaceFound) -> str:
 def machine(policy: str, found: Counter[str], examples: dict[str, str]) -> type[HiCacheMachine]:
     """The two-tier machine of ``peers.machine``; at the end of a case the races are added up."""
 
-    class Machine(peers.machine(policy, streams=True)):  # type: ignore[misc]
-        @initialize(config=hicache_configs().map(lambda c: {**c, "write_policy": policy}))
-        def start(self, config: Any) -> None:
-            self.d = Collecting(self.target, **config)
-            self.start_driver(self.d)
-
+    class Machine(peers.machine(policy, True, Collecting)):  # type: ignore[misc]
         def teardown(self) -> None:
             try:
                 super().teardown()

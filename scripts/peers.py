@@ -63,20 +63,25 @@ def unpack() -> int:
     return 0
 
 
-def machine(policy: str, streams: bool) -> type[HiCacheMachine]:
+def machine(
+    policy: str, streams: bool, driver: type[HiCacheDriver] = HiCacheDriver
+) -> type[HiCacheMachine]:
     """The two-tier machine with one write policy; for streams, the calls of an overlap loop only:
     no insert of KV that is being computed, no reset with copies in flight."""
 
     class Machine(HiCacheMachine):
         @initialize(config=hicache_configs().map(lambda c: {**c, "write_policy": policy}))
         def start(self, config: Any) -> None:
-            self.d = HiCacheDriver(self.target, **config)
+            self.d = driver(self.target, **config)
+            if streams:
+                self.d.insert = self.d.reset = nothing  # type: ignore[method-assign]
             self.start_driver(self.d)
 
-        if streams:
-            insert = insert_and_reset = reload_and_settle = reset = None
-
     return Machine
+
+
+def nothing(*_: Any) -> None:
+    """A step that an overlap loop does not make."""
 
 
 def rows(target: str, suites: list[str], given: argparse.Namespace) -> None:
