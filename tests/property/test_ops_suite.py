@@ -5,13 +5,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from refcache import reference
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
-from refcache.oracle.ops_target import OpsTarget, address_tables, ops_target
+from refcache.oracle.ops_target import OpsTarget, address_tables, ops_target, without_cap
 from refcache.oracle.target import Target
 from refcache.reference import cases
 from refcache.testing import run_suite
@@ -62,6 +64,65 @@ def test_a_lost_pair_is_found_and_the_case_is_small():
     assert result.failure.rule == "OP1"
     assert "host plane 0" in result.failure.evidence
     assert result.failure.steps[-1] == "d.transfer(TransferCase())"
+
+
+def zeroes(name, position):
+    """The op ``name``, which also overwrites its argument at ``position``."""
+
+    def function(*args):
+        result = getattr(reference, name)(*args)
+        args[position].zero_()
+        return result
+
+    function.__name__ = name
+    return without_cap(function)
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "rule"),
+    [
+        *(("alloc_extend", i, "OP2") for i in range(4)),
+        *(("alloc_decode", i, "OP2") for i in range(3)),
+        *(("backup_all_layer", i, "OP1") for i in (2, 3)),
+        *(("load_per_layer", i, "OP1") for i in (2, 3)),
+    ],
+)
+def test_inputs_stay_as_they_were(name, position, rule):
+    result = verdict(OpsTarget(SimpleNamespace(**{name: zeroes(name, position)})))
+    assert (result.failure.rule, "written to" in result.failure.evidence) == (rule, True)
+
+
+def test_lists_and_what_lies_around_indices_stay_too():
+    def cleared(host, *rest):
+        reference.backup_all_layer(host, *rest)
+        host.clear()
+
+    def beyond(host, device, host_indices, *rest):
+        reference.backup_all_layer(host, device, host_indices, *rest)
+        longer = (len(host_indices) + 8,)
+        host_indices.as_strided(longer, (1,)).zero_()
+
+    for function, evidence in ((cleared, "list of buffers"), (beyond, "host_indices, or what")):
+        result = verdict(OpsTarget(SimpleNamespace(backup_all_layer=without_cap(function))))
+        assert (result.failure.rule, evidence in result.failure.evidence) == ("OP1", True)
+
+
+def test_what_is_no_tensor_and_an_exit():
+    result = verdict(OpsTarget(SimpleNamespace(alloc_decode=lambda *args: None)))
+    assert (result.failure.rule, "NoneType" in result.failure.evidence) == ("OP2", True)
+    result = verdict(OpsTarget(SimpleNamespace(alloc_decode=lambda *args: sys.exit(3))))
+    assert (result.failure.rule, "SystemExit" in result.failure.evidence) == ("crash", True)
+
+
+def test_a_custom_op_is_known_by_its_function():
+    @torch.library.custom_op("refcache_test::take", mutates_args=())
+    def take(
+        seq_lens: torch.Tensor, last_loc: torch.Tensor, free_pages: torch.Tensor, page_size: int
+    ) -> torch.Tensor:
+        return reference.alloc_decode(seq_lens, last_loc, free_pages, page_size)
+
+    target = ops_target(take)
+    assert (target.name, verdict(target).verdict) == ("alloc_decode", "ok")
 
 
 def test_an_exception_is_a_crash():

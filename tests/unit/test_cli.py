@@ -89,10 +89,14 @@ def test_workload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    code = "from refcache.cli.main import run; run()"
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["check", "--without-edge", "list"], 3)]
+)
+def test_a_reader_that_leaves_is_no_error(arguments: list[str], code: int) -> None:
+    """But a verdict that nobody could read is not "all is well"."""
+    program = "from refcache.cli.main import run; run()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "--help"],
+        [sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PYTHONUNBUFFERED": "1"},
@@ -101,4 +105,4 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == b""
-    assert process.wait() == 0
+    assert process.wait() == code

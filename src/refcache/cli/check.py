@@ -13,6 +13,7 @@ import typer
 from refcache.cli import report as reports
 from refcache.cli.planted import caught_line, huntable
 from refcache.cli.workers import Hunt, Run, in_order
+from refcache.errors import InvalidArgument
 
 
 def check(
@@ -30,6 +31,9 @@ def check(
     planted: Annotated[
         str | None, typer.Option(help="Switch one planted bug on: what a failure looks like.")
     ] = None,
+    no_planted: Annotated[
+        bool, typer.Option("--no-planted", help="Only the suites; leave the planted bugs out.")
+    ] = False,
     without_edge: Annotated[
         str | None,
         typer.Option(help="Take one ordering edge away: it must be reported. 'list' names them."),
@@ -67,6 +71,8 @@ def check(
     if report is not None:
         reports.refuse_unless_new(report)
     bug = None if planted is None else find(planted)
+    if bug is not None and target != "refcache":
+        raise InvalidArgument(f"--planted with {target}: it is the reference that is patched")
     wanted: list[str | None] = [*(suite or ([bug.suite] if bug else []))]
     names = list(dict.fromkeys(name for part in wanted or [None] for name in list_suites(part)))
     sys.path.insert(0, os.getcwd())
@@ -75,7 +81,8 @@ def check(
 
     cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
     runs = [Run(name, target, cases, seed, planted, profile) for name in names]
-    prey = [b.name for b in huntable(all_bugs()) if b.suite in names] if bug is None else []
+    hunts = bug is None and not no_planted
+    prey = [b.name for b in huntable(all_bugs()) if b.suite in names] if hunts else []
     answers = in_order([*runs, *(Hunt(name, seed) for name in prey)])
     results = []
     for result in islice(answers, len(runs)):
@@ -90,7 +97,7 @@ def check(
         say(caught_line(caught))
         caught_by[caught.bug] = caught.by or None
         survivors += not caught.counts
-    if bug is None:
+    if hunts:
         say(f"{len(prey) - survivors} of {len(prey)} planted bugs caught")
 
     verdict = {

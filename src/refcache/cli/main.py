@@ -6,6 +6,7 @@ refusal is one line on stderr; there is no traceback (``REFCACHE_TRACEBACK=1`` a
 
 import os
 import sys
+import tempfile
 import traceback
 
 import typer
@@ -20,6 +21,7 @@ from refcache.cli.shrink import shrink
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
 
+VERDICTS = (["check"], ["campaign"], ["judge"], ["replay"])
 OK, VIOLATION, USAGE, UNKNOWN, INTERRUPTED = 0, 1, 2, 3, 130
 
 # The base of all usage errors, wherever this typer keeps it.
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
         if not isinstance(error.__context__ or error, BrokenPipeError):
             return _refuse(f"the target called sys.exit({error})", UNKNOWN)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+        return UNKNOWN if arguments[:1] in VERDICTS else OK  # a verdict was not delivered
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except RefcacheError as error:
@@ -87,4 +89,7 @@ def _refuse(message: str, code: int) -> int:
 
 def run() -> None:
     """The console script."""
+    # Hypothesis keeps notes of the user's modules: not in the user's folder.
+    notes = os.path.join(tempfile.gettempdir(), f"refcache-hypothesis-{os.getuid()}")
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", notes)
     sys.exit(main(sys.argv[1:]))

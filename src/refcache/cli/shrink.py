@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from refcache.errors import InvalidArgument
+
 
 def shrink(
     trace: Annotated[Path, typer.Argument(help="A trace that `refcache judge` finds wrong.")],
@@ -17,6 +19,8 @@ def shrink(
 
     ending = ".jsonl.zst" if trace.name.endswith(".zst") else ".jsonl"
     small = out or Path(str(trace).removesuffix(ending) + ".small" + ending)
+    if small.resolve() == trace.resolve():
+        raise InvalidArgument(f"--out {small}: expected another file than the trace itself")
     verdict, count = shrink_trace(trace, small)
     print(f"{small}: {count} records")
     print(verdict)

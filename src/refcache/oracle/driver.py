@@ -80,7 +80,7 @@ class Driver:
             result = function(*args, **kwargs)
         except Violation:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.raise_noted()
             name = getattr(function, "__qualname__", repr(function))
             raise Violation("crash", f"{name} raised {error!r}") from error

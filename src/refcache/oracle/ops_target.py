@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from refcache.errors import InvalidArgument
 from refcache.oracle.target import Target
@@ -94,6 +95,11 @@ def ops_target(function: Callable[..., Any]) -> OpsTarget | None:
     Raises:
         InvalidArgument: neither its name nor its parameters say which op it is.
     """
+    if isinstance(function, CustomOpDef):
+        inner = ops_target(function._init_fn)
+        assert inner is not None
+        op = inner.name
+        return OpsTarget(SimpleNamespace(**{op: without_cap(function)}))
     name = getattr(function, "__name__", "").split("::")[-1]
     try:
         parameters = inspect.signature(function).parameters

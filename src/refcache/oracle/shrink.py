@@ -195,6 +195,8 @@ def simpler_values(value: Any) -> Iterator[Any]:
         yield from [False] * value
     elif isinstance(value, int):
         yield from sorted({0, value // 2, value - 1} - {value}) if value > 0 else ()
+    elif hasattr(value, "simpler"):
+        yield from value.simpler()
     elif is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
             now = getattr(value, f.name)

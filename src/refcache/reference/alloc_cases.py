@@ -42,6 +42,23 @@ class AllocCase:
         ):
             raise InvalidArgument(f"{self!r}: expected a valid call")
 
+    def simpler(self) -> Iterator["AllocCase"]:
+        """Half of the requests, then one request less; then a shorter free list."""
+        count = len(self.seq)
+        parts = [range(count // 2), range(count // 2, count)]
+        if count <= 16:
+            parts += [range(i) for i in (count - 1,)] + [range(1, count)]
+        for part in parts:
+            if len(part) < count:
+                kept = [
+                    None if side is None else tuple(side[i] for i in part)
+                    for side in (self.seq, self.prefix, self.last)
+                ]
+                yield AllocCase(kept[0] or (), kept[1], kept[2] or (), self.free, self.page_size)
+        if self.free:
+            half = self.free[: len(self.free) // 2]
+            yield AllocCase(self.seq, self.prefix, self.last, half, self.page_size)
+
     @property
     def growth(self) -> int:
         """Slots that ``alloc_extend`` returns."""
@@ -67,32 +84,41 @@ def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> A
 
 
 def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
-    """What is wrong with the slots that ``ops`` returns; empty when they are the reference's."""
+    """What is wrong with the slots that ``ops`` returns, or with its inputs after the call; empty
+    when the slots are the reference's and nothing was written."""
     seq, last = torch.tensor(case.seq, dtype=case.dtype), torch.tensor(case.last, dtype=case.dtype)
-    beyond = torch.tensor(
-        [900_000, *case.free, *[990_000] * (8 + case.growth)], dtype=case.dtype
-    ).to(device)
-    free = beyond[1 : 1 + len(case.free)]
+    beyond = torch.tensor([900_000, *case.free, *[990_000] * (8 + case.growth)], dtype=case.dtype)
+    mine = slice(1, 1 + len(case.free))
+    around = beyond.to(device, copy=True)
+    lengths = [seq, last]
     if case.prefix is None:
-        want = alloc.alloc_decode(seq, last, free.cpu(), case.page_size)
-        got = ops.alloc_decode(seq.to(device), last.to(device), free, case.page_size)
+        want = alloc.alloc_decode(seq, last, beyond[mine], case.page_size)
+        moved = [t.to(device, copy=True) for t in lengths]
+        got = ops.alloc_decode(*moved, around[mine], case.page_size)
     else:
         prefix = torch.tensor(case.prefix, dtype=case.dtype)
+        lengths = [prefix, seq, last]
         size, growth = case.page_size, case.growth
-        want = alloc.alloc_extend(prefix, seq, last, free.cpu(), size, growth)
-        moved = [t.to(device) for t in (prefix, seq, last)]
-        got = ops.alloc_extend(*moved, free, size, growth)
+        want = alloc.alloc_extend(prefix, seq, last, beyond[mine], size, growth)
+        moved = [t.to(device, copy=True) for t in lengths]
+        got = ops.alloc_extend(*moved, around[mine], size, growth)
+    if not isinstance(got, torch.Tensor):
+        return [f"a {type(got).__name__} was returned, but should be a tensor"]
     if got.dtype != torch.int64 or got.shape != want.shape:
         return [f"slots {got.dtype} {list(got.shape)}, but should be int64 {list(want.shape)}"]
     wrong = (got.cpu() != want).nonzero().flatten().tolist()
     if wrong:
         i = wrong[0]
         return [f"slot {i} of {len(want)} is {int(got[i])}, but should be {int(want[i])}"]
-    return []
+    names = ["seq_lens", "last_loc", "free_pages, or what lies around it,"]
+    names = names if case.prefix is None else ["prefix_lens", *names]
+    kept = zip(names, [*lengths, beyond], [*moved, around], strict=True)
+    return [f"{name} was written to" for name, old, new in kept if not torch.equal(old, new.cpu())]
 
 
 def long_alloc_cases() -> Iterator[AllocCase]:
     """Free lists that are too short, and batches and page numbers beyond one block or 32 bits."""
+    yield AllocCase((9, 7), (2, 3), (5, 10), (5, 6, 7), 4)
     yield AllocCase((9,), (0,), (-1,), (5,), 4)
     yield AllocCase((5, 5, 5), None, (7, 11, 15), (6,), 4)
     page = 2**31 // 16 + 3

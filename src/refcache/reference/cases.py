@@ -30,6 +30,7 @@ DTYPES = (
     torch.uint8,
 )
 GUARD = 64  # bytes before and after each buffer
+INDEX_GUARD = 16  # slots before the indices
 
 
 def as_code(case: Any) -> str:
@@ -105,9 +106,15 @@ class TransferCase:
 
 @dataclass
 class Buffers:
-    """The tensors of a case. ``raw``: the guarded bytes they are views of, host planes first."""
+    """The tensors of a case.
+
+    Attributes:
+        raw: the guarded bytes that the buffers are views of, host planes first.
+        index_raw: the longer tensors that the indices are parts of.
+    """
 
     raw: list[torch.Tensor]
+    index_raw: list[torch.Tensor]
     host: list[torch.Tensor]
     device: list[torch.Tensor]
     host_indices: torch.Tensor
@@ -203,13 +210,16 @@ def build(case: TransferCase, place: Placement | None = None) -> Buffers:
             count = 1 if case.form == "one_layer" else case.layer_num
             device.extend(buffer((slots, heads, dim), False) for _ in range(count))
     flags = torch.arange(case.layer_num).to(place.device) * transfer.FLAG_EPOCH
-    indices = []
+    indices, index_raw = [], []
     for side, extent in ((0, case.host_pages * case.page_size), (1, slots)):
-        # More slots follow in memory: whoever reads past the end moves rows that must stay.
-        index = torch.randint(0, extent, (len(case.pairs) + 64,), generator=generator)
-        index[: len(case.pairs)] = torch.tensor([p[side] for p in case.pairs], dtype=torch.int64)
-        indices.append(index.to(case.index_dtype).to(place.device)[: len(case.pairs)])
-    return Buffers(raw, host, device, indices[0], indices[1], flags)
+        # More slots lie around it: whoever reads past an end moves rows that must stay.
+        count = len(case.pairs)
+        index = torch.randint(0, extent, (INDEX_GUARD + count + 64,), generator=generator)
+        mine = slice(INDEX_GUARD, INDEX_GUARD + count)
+        index[mine] = torch.tensor([p[side] for p in case.pairs], dtype=torch.int64)
+        index_raw.append(index.to(case.index_dtype).to(place.device))
+        indices.append(index_raw[-1][mine])
+    return Buffers(raw, index_raw, host, device, indices[0], indices[1], flags)
 
 
 def call(case: TransferCase, on: Buffers, ops: Any) -> None:
@@ -235,10 +245,17 @@ def transfer_errors(
         settle: called after the op; waits until its bytes have arrived.
     """
     want, got = build(case), build(case, place)
+    given = [*got.host, *got.device]
     call(case, want, transfer)
     call(case, got, ops)
     settle()
     errors = []
+    now = [*got.host, *got.device]
+    if len(now) != len(given) or any(a is not b for a, b in zip(now, given, strict=True)):
+        errors.append("a list of buffers that was passed in is another one now")
+    for side, expected, seen in zip(("host", "device"), want.index_raw, got.index_raw, strict=True):
+        if not torch.equal(expected, seen.cpu()):
+            errors.append(f"{side}_indices, or what lies around them, were written to")
     for i, (expected, seen) in enumerate(zip(want.raw, got.raw, strict=True)):
         wrong = (expected != seen.cpu()).nonzero().flatten()
         if len(wrong):
@@ -317,7 +334,7 @@ def far_errors(
     target[to.to(target.device)] = 0
     index = pairs.to(torch.int32).to(device).unbind(1)
     flags = torch.zeros(1, dtype=torch.int64, device=device)
-    call(case, Buffers([], [host], [on_device], index[0], index[1], flags), ops)
+    call(case, Buffers([], [], [host], [on_device], index[0], index[1], flags), ops)
     settle()
     if not torch.equal(target[to.to(target.device)].cpu(), rows):
         return [f"wrong bytes in slots {to.tolist()}, behind 2^31 elements"]

@@ -190,7 +190,7 @@ def run_campaign(
                 pool.shutdown(cancel_futures=True)
                 pool = make(workers)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def _todo(campaign: Campaign, max_runs: int | None) -> Iterator[tuple[str, int]]:
