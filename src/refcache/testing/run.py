@@ -23,7 +23,7 @@ from refcache.testing.machines import DriverMachine, Tally, machine_for
 from refcache.testing.registry import EXACT, SUITES
 
 MAX_EXAMPLES = 100
-HUNT_EXAMPLES = 400
+HUNT_EXAMPLES = 1000
 STEPS = 50
 """Steps a case, at most."""
 
