@@ -12,6 +12,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
   for each forward before it goes on, as a loop without overlap does;
+* ``exact``: with the same calls it makes the choices of SGLang 0.5.10 (free page, victim);
 * ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
@@ -188,8 +189,9 @@ def resolve(spec: str) -> Target:
         raise InvalidArgument(f"target {spec!r}: {module_name} has no factory {attribute!r}")
     from refcache.oracle.ops_target import ops_target
 
+    target: Any = ops_target(factory)
     try:
-        target: Any = ops_target(factory) or factory()
+        target = target or factory()
     except Exception as error:
         raise InvalidArgument(f"target {spec!r}: calling the factory: {error!r}") from error
     if not isinstance(target, Target):

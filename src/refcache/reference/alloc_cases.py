@@ -6,7 +6,7 @@ The counterpart of :mod:`refcache.reference.cases`, which has the copies.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,20 +44,13 @@ class AllocCase:
 
     def simpler(self) -> Iterator["AllocCase"]:
         """Half of the requests, then one request less; then a shorter free list."""
-        count = len(self.seq)
-        parts = [range(count // 2), range(count // 2, count)]
-        if count <= 16:
-            parts += [range(i) for i in (count - 1,)] + [range(1, count)]
-        for part in parts:
-            if len(part) < count:
-                kept = [
-                    None if side is None else tuple(side[i] for i in part)
-                    for side in (self.seq, self.prefix, self.last)
-                ]
-                yield AllocCase(kept[0] or (), kept[1], kept[2] or (), self.free, self.page_size)
+        count, half = len(self.seq), len(self.seq) // 2
+        parts = (slice(half), slice(half, None), slice(count - 1), slice(1, None))
+        for part in parts if count > 1 else ():
+            prefix = self.prefix if self.prefix is None else self.prefix[part]
+            yield replace(self, seq=self.seq[part], prefix=prefix, last=self.last[part])
         if self.free:
-            half = self.free[: len(self.free) // 2]
-            yield AllocCase(self.seq, self.prefix, self.last, half, self.page_size)
+            yield replace(self, free=self.free[: len(self.free) // 2])
 
     @property
     def growth(self) -> int:

@@ -278,7 +278,7 @@ def _place(case: TransferCase, buffer: int, byte: int) -> str:
                     if 0 <= at - where.offset(slot, layer, head) < where.head_dim:
                         return f"wrong bytes in host plane {plane}, {slot=}, {layer=}, {head=}"
         return f"wrong bytes in a guard of host plane {plane}"
-    per_plane = (len(case.heads) and case.layer_num) if case.form == "list" else 1
+    per_plane = case.layer_num if case.form == "list" else 1
     heads, dim = case.heads[plane // per_plane]
     slots = case.device_pages * case.page_size
     layers = case.layer_num if case.form == "stacked" else 1
