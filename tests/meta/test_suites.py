@@ -104,7 +104,7 @@ def test_the_same_seed_draws_the_same_cases() -> None:
         ("no.such.module:factory", "does not import"),
         ("refcache.oracle:NoSuchTarget", "has no factory"),
         ("refcache.oracle:SENTENCES", "has no factory"),
-        ("refcache.oracle.catalog:sentence", "calling the factory"),
+        ("refcache.oracle.catalog:sentence", "no factory, which takes no argument"),
         ("refcache.types:LogicalClock", "expected a refcache.oracle.Target"),
     ],
 )

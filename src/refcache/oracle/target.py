@@ -189,7 +189,12 @@ def resolve(spec: str) -> Target:
         raise InvalidArgument(f"target {spec!r}: {module_name} has no factory {attribute!r}")
     from refcache.oracle.ops_target import ops_target
 
-    target: Any = ops_target(factory)
+    try:
+        target: Any = ops_target(factory)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"target {spec!r}: no factory, which takes no argument; as an op: {error}"
+        ) from None
     try:
         target = target or factory()
     except Exception as error:
