@@ -8,17 +8,17 @@ refcache's own caches.
 import importlib.util
 import os
 import random
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
 
 import refcache
 from refcache.oracle import HiCacheDriver, TreeDriver, peers, resolve
-from refcache.oracle.trace import format as f
-from refcache.oracle.trace.judge import Judge, judge_lines, judge_trace
+from refcache.oracle.trace.file import read_trace
+from refcache.oracle.trace.judge import judge_lines, judge_trace
 from refcache.oracle.trace.shrink import shrink_lines
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -69,13 +69,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(path: Path) -> Any:
-    header, lines, damage = f.read_trace(path)
+    header, lines, damage = read_trace(path)
     assert damage is None
     return header, lines
 
 
 def test_the_release_is_judged_ok(path: Path) -> None:
-    header, lines, _ = f.read_trace(path)
+    header, lines, _ = read_trace(path)
     assert header.subject.endswith(".HiRadixCache")
     inner = {type(part).__name__ for line in lines for part in line.inner}
     assert {"Write", "Load", "Ack", "HostAlloc", "HostFree"} <= inner
@@ -97,7 +97,7 @@ def one_tier(tmp_path_factory: pytest.TempPathFactory, path: Path) -> Any:
             driver.finish(0)
             if draw.random() < 0.3:
                 driver.evict(draw.randint(1, 3))
-    header, lines, _ = f.read_trace(where)
+    header, lines, _ = read_trace(where)
     return header, lines
 
 
@@ -125,38 +125,11 @@ def test_a_failing_trace_shrinks_to_ten_records(trace: Any) -> None:
     assert judge_lines(small_header, small).rule == found.rule
 
 
-def swapped(lines: list[f.Line], start: int, one: int, other: int) -> list[f.Line]:
-    """From ``start`` on, two device pages under each other's number; host slots stay."""
-    names, host = {one: other, other: one}, (f.HostAlloc, f.HostFree)
-
-    def slots(values: list[int]) -> list[int]:
-        return [names.get(s // PAGE, s // PAGE) * PAGE + s % PAGE for s in values]
-
-    out = []
-    for line in lines[start:]:
-        copy = msgspec.json.decode(msgspec.json.encode(line), type=f.Line)
-        for call in (copy.call, *copy.inner):
-            for name in ("slots", "row", "new_row", "last_loc"):
-                if not isinstance(call, host) and getattr(call, name, None):
-                    setattr(call, name, slots(getattr(call, name)))
-        out.append(copy)
-    return lines[:start] + out
-
-
 def test_another_free_page_is_legal(trace: Any) -> None:
-    header, lines = trace
-    judge, count = Judge(header), 0
-    for index, line in enumerate(lines):
-        call = line.call
-        if isinstance(call, f.AllocExtend) and call.slots and call.prefix_lens == [0]:
-            free = [p for p in judge.device.free if p not in judge.device.owner]
-            other = next((p for p in free if p * PAGE not in call.slots), None)
-            if other is not None and count < 8:
-                changed = swapped(lines, index, call.slots[0] // PAGE, other)
-                assert changed[index] != line
-                assert judge_lines(header, changed).verdict == "ok"
-                count += 1
-        judge.apply(line)
+    count = 0
+    for changed in islice(changes.with_another_page(trace), 8):
+        assert judge_lines(trace[0], changed).verdict == "ok"
+        count += 1
     assert count >= 3
 
 

@@ -16,6 +16,7 @@ from refcache.oracle.hicache_driver import HiCacheDriver
 from refcache.oracle.planted import find
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.events import BlockRemoved
+from refcache.oracle.trace.file import TraceReader, read_trace, write_trace
 from refcache.oracle.trace.judge import Judge, judge_lines, judge_trace
 from refcache.oracle.trace.shrink import numbers, shrink_lines, shrink_trace
 from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
@@ -87,7 +88,7 @@ def test_an_unmodified_two_tier_cache_is_ok(policy: str, seed: int, tmp_path: Pa
         resolve("refcache"), page_size=page, size=16, write_policy=policy, host_size=32
     )
     serve(driver, tmp_path / "t.jsonl", seed, 120)
-    reader = f.TraceReader(tmp_path / "t.jsonl")
+    reader = TraceReader(tmp_path / "t.jsonl")
     inner = {type(part).__name__ for line in reader for part in line.inner}
     assert (policy, seed) != ("write_through", 0) or {"Write", "Load", "Ack", "HostAlloc"} <= inner
     assert str(judge_trace(tmp_path / "t.jsonl")).startswith("ok: ")
@@ -99,7 +100,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
     driver = TreeDriver(resolve("refcache"), page_size=PAGE, size=32, enable_kv_cache_events=True)
     serve(driver, path, 4, 300)
-    header, lines, damage = f.read_trace(path)
+    header, lines, damage = read_trace(path)
     assert damage is None
     return header, lines
 
@@ -256,7 +257,7 @@ def two_tiers(path: Path) -> None:
 def test_other_caches(source: Callable[[Path], None], tmp_path: Path) -> None:
     """A trace of an unmodified cache is ok; altered, it fails at that record, and shrinks."""
     source(tmp_path / "t.jsonl")
-    header, lines, damage = f.read_trace(tmp_path / "t.jsonl")
+    header, lines, damage = read_trace(tmp_path / "t.jsonl")
     assert str(judge_lines(header, lines)).startswith("ok: ")
     assert damage is None
     for alter in ILLEGAL:
@@ -283,8 +284,8 @@ def test_the_verdict_is_an_argument_over_records(trace: Trace) -> None:
 
 
 def swapped(lines: list[f.Line], start: int, one: int, other: int) -> list[f.Line]:
-    """From ``start`` on, two device pages under each other's number: both were free."""
-    names = {one: other, other: one}
+    """From ``start`` on, two device pages under each other's number; host slots stay."""
+    names, host = {one: other, other: one}, (f.HostAlloc, f.HostFree)
 
     def slots(values: list[int]) -> list[int]:
         return [names.get(s // PAGE, s // PAGE) * PAGE + s % PAGE for s in values]
@@ -294,27 +295,33 @@ def swapped(lines: list[f.Line], start: int, one: int, other: int) -> list[f.Lin
         copy = msgspec.json.decode(msgspec.json.encode(line), type=f.Line)
         for call in (copy.call, *copy.inner):
             for name in ("slots", "row", "new_row", "last_loc"):
-                if getattr(call, name, None):
+                if not isinstance(call, host) and getattr(call, name, None):
                     setattr(call, name, slots(getattr(call, name)))
         out.append(copy)
     return lines[:start] + out
 
 
-def test_another_free_page_is_legal(trace: Trace) -> None:
+def with_another_page(trace: Trace) -> Iterator[list[f.Line]]:
+    """The trace once for each first allocation of a request: its first page is another free one."""
     header, lines = trace
-    judge, count = Judge(header), 0
+    judge = Judge(header)
     for index, line in enumerate(lines):
         call = line.call
         free = [p for p in judge.device.free if p not in judge.device.owner]
         if isinstance(call, f.AllocExtend) and call.slots and call.prefix_lens == [0]:
-            page = call.slots[0] // PAGE
             other = next((p for p in free if p * PAGE not in call.slots), None)
             if other is not None:
-                new = swapped(lines, index, page, other)
-                assert new[index] != line
-                assert judge_lines(header, new).verdict == "ok"
-                count += 1
+                changed = swapped(lines, index, call.slots[0] // PAGE, other)
+                assert changed[index] != line
+                yield changed
         judge.apply(line)
+
+
+def test_another_free_page_is_legal(trace: Trace) -> None:
+    count = 0
+    for changed in with_another_page(trace):
+        assert judge_lines(trace[0], changed).verdict == "ok"
+        count += 1
     assert count >= 5
 
 
@@ -438,7 +445,7 @@ def test_a_cache_in_use_is_refused(tmp_path: Path) -> None:
 def test_damage_is_judged_up_to_and_said(trace: Trace, tmp_path: Path) -> None:
     header, lines = trace
     path = tmp_path / "t.jsonl"
-    f.write_trace(path, header, lines)
+    write_trace(path, header, lines)
     whole = path.read_bytes()
     cut = whole[: len(whole) // 2]
     path.write_bytes(cut)
@@ -461,7 +468,7 @@ def test_damage_is_judged_up_to_and_said(trace: Trace, tmp_path: Path) -> None:
 def test_a_violation_before_the_damage_is_a_violation(trace: Trace, tmp_path: Path) -> None:
     n, lines = next(altered(trace, longer_match))
     path = tmp_path / "t.jsonl.zst"
-    f.write_trace(path, trace[0], lines)
+    write_trace(path, trace[0], lines)
     path.write_bytes(path.read_bytes()[:-40])
     assert judge_trace(path).n == n
 
@@ -508,10 +515,10 @@ def test_what_rests_on_much_shrinks_too(bug: str, seed: int, rule: str, tmp_path
 
 def test_shrink_writes_an_excerpt(trace: Trace, tmp_path: Path) -> None:
     n, lines = next(altered(trace, hand_out_twice))
-    f.write_trace(tmp_path / "t.jsonl", trace[0], lines)
+    write_trace(tmp_path / "t.jsonl", trace[0], lines)
     verdict, count = shrink_trace(tmp_path / "t.jsonl", tmp_path / "small.jsonl")
     assert (verdict.n, verdict.rule) == (n, "P1")
-    header, small, damage = f.read_trace(tmp_path / "small.jsonl")
+    header, small, damage = read_trace(tmp_path / "small.jsonl")
     assert (header.excerpt, len(small), damage) == (True, count, None)
     with pytest.raises(InvalidArgument, match="nothing to shrink"):
         shrink_lines(*trace)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from refcache.errors import InvalidTrace
 from refcache.oracle.trace import format as f
+from refcache.oracle.trace.file import TraceReader
 from refcache.oracle.trace.host_rules import HostRules
 from refcache.oracle.trace.kv_events import DEVICE, judge_events
 from refcache.oracle.trace.model import show
@@ -46,7 +47,7 @@ def judge_trace(path: str | Path) -> TraceVerdict:
     Raises:
         InvalidTrace: it cannot be opened, or has no header.
     """
-    reader = f.TraceReader(path)
+    reader = TraceReader(path)
     return judge_lines(reader.header, reader)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from refcache.errors import InvalidTrace
 from refcache.oracle.event_check import EventReplay
 from refcache.oracle.trace.events import KINDS, AllBlocksCleared, KVEvent
-from refcache.oracle.trace.format import open_bytes, read_lines
+from refcache.oracle.trace.file import open_bytes, read_lines
 from refcache.oracle.trace.verdict import TraceVerdict
 from refcache.oracle.violation import Violation
 

@@ -31,6 +31,7 @@ from refcache.errors import InvalidArgument
 from refcache.oracle.trace import captures
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.captures import Capture
+from refcache.oracle.trace.file import TraceWriter
 
 
 def record(subject: Any, path: str | Path) -> "Recorder":
@@ -57,7 +58,7 @@ class Recorder:
         self._parts = _Parts(subject)
         self.tree = self._parts.tree
         self.header = self._parts.header(subject)
-        self._writer = f.TraceWriter(path, self.header)
+        self._writer = TraceWriter(path, self.header)
         self._n = 0
         self._write_lock = threading.Lock()
         self._thread = threading.local()

@@ -21,7 +21,8 @@ from msgspec.structs import asdict, replace
 
 from refcache.errors import InvalidArgument
 from refcache.oracle.trace import format as f
-from refcache.oracle.trace.format import Header, Line, read_trace, write_trace
+from refcache.oracle.trace.file import read_trace, write_trace
+from refcache.oracle.trace.format import Header, Line
 from refcache.oracle.trace.judge import Judge, judge_lines
 from refcache.oracle.trace.verdict import TraceVerdict
 
