@@ -18,7 +18,7 @@ import torch
 
 import refcache_ops
 from refcache.oracle import resolve
-from refcache.reference import LAYOUTS, alloc_cases, cases
+from refcache.reference import LAYOUTS, alloc_cases, case_check, cases
 
 PAGE = Path(__file__).parents[1] / "docs" / "ops.md"
 BEGIN, END = "<!-- table: scripts/ops_table.py -->", "<!-- end of table -->"
@@ -41,8 +41,8 @@ def equal(op: str, **fixed: Any) -> bool:
             alloc_cases.AllocCase(seq, prefix, last, pages, size, dtype), ops
         )
     if fixed.pop("far", False):
-        return not cases.far_errors(op, ops)
-    return not cases.transfer_errors(cases.TransferCase(op, **fixed), ops)
+        return not case_check.far_errors(op, ops)
+    return not case_check.transfer_errors(cases.TransferCase(op, **fixed), ops)
 
 
 def arguments(op: str) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ def arguments(op: str) -> tuple[Any, ...]:
         return t([2, 0]), t([11, 4]), t([5, -1]), t([3, 4, 5, 6]), 4, 13
     if op == "alloc_decode":
         return t([2, 5]), t([5, 8]), t([3, 4]), 4
-    on = cases.build(cases.TransferCase(op))
+    on = case_check.build(cases.TransferCase(op))
     pairs, where = (on.host_indices, on.device_indices), (4, "layer_first", 0)
     if op == "backup_all_layer":
         return on.host, on.device, *pairs, *where

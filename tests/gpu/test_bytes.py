@@ -10,34 +10,34 @@ import torch
 
 import refcache_ops
 from refcache.errors import InvalidArgument
-from refcache.reference import LAYOUTS, alloc_cases, cases, transfer
+from refcache.reference import LAYOUTS, alloc_cases, case_check, cases, transfer
 
 MEMORY = ("pinned", "registered", "pageable")
 
 
 @pytest.fixture(params=MEMORY)
-def place(request: pytest.FixtureRequest, registered: Any) -> cases.Placement:
+def place(request: pytest.FixtureRequest, registered: Any) -> case_check.Placement:
     host: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "pinned": torch.Tensor.pin_memory,
         "registered": registered,
         "pageable": torch.clone,
     }
-    return cases.Placement("cuda", host[request.param])
+    return case_check.Placement("cuda", host[request.param])
 
 
-def errors(case: cases.TransferCase, place: cases.Placement) -> list[str]:
-    return cases.transfer_errors(case, refcache_ops, place, torch.cuda.synchronize)
+def errors(case: cases.TransferCase, place: case_check.Placement) -> list[str]:
+    return case_check.transfer_errors(case, refcache_ops, place, torch.cuda.synchronize)
 
 
 @pytest.mark.parametrize("op", cases.OPS)
-def test_drawn_transfers(op: str, place: cases.Placement) -> None:
+def test_drawn_transfers(op: str, place: case_check.Placement) -> None:
     rng = random.Random(7)
     for _ in range(60):
         assert errors(cases.random_case(rng, op=op), place) == []
 
 
 @pytest.mark.parametrize("op", cases.OPS)
-def test_every_row_size_and_head_count(op: str, place: cases.Placement) -> None:
+def test_every_row_size_and_head_count(op: str, place: case_check.Placement) -> None:
     for case in cases.row_bytes_cases(op):
         assert errors(case, place) == []
 
@@ -47,7 +47,7 @@ def test_every_row_size_and_head_count(op: str, place: cases.Placement) -> None:
 @pytest.mark.parametrize("op", cases.OPS)
 def test_every_layout_dtype_form(op: str, layout: str, index: torch.dtype) -> None:
     forms = cases.FORMS if op == "load_per_layer" else cases.FORMS[:2]
-    place = cases.Placement("cuda", torch.Tensor.pin_memory)
+    place = case_check.Placement("cuda", torch.Tensor.pin_memory)
     for dtype, form in itertools.product(cases.DTYPES, forms):
         case = cases.TransferCase(
             op, layout, dtype=dtype, index_dtype=index, form=form, heads=((3, 24), (2, 8))
@@ -67,7 +67,7 @@ def test_many_tiles(op: str, cap: int) -> None:
             op, layout, page, 5, ((4, 96), (2, 72)), host_pages=40, device_pages=31,
             pairs=pairs[:count], layers=(1, 3), max_programs=cap,
         )  # fmt: skip
-        assert errors(case, cases.Placement("cuda", torch.Tensor.pin_memory)) == []
+        assert errors(case, case_check.Placement("cuda", torch.Tensor.pin_memory)) == []
 
 
 def test_drawn_allocs() -> None:
@@ -116,7 +116,9 @@ def test_addresses_beyond_2_31_elements(to_host: bool) -> None:
 
 
 def test_indices_on_the_cpu_are_refused() -> None:
-    on = cases.build(cases.TransferCase(), cases.Placement("cuda", torch.Tensor.pin_memory))
+    on = case_check.build(
+        cases.TransferCase(), case_check.Placement("cuda", torch.Tensor.pin_memory)
+    )
     with pytest.raises(InvalidArgument, match="indices on cpu"):
         refcache_ops.backup_all_layer(
             on.host, on.device, on.host_indices.cpu(), on.device_indices, 4, "layer_first"
@@ -142,9 +144,9 @@ def test_copy_engine(layout: str, on_side_stream: bool, monkeypatch: pytest.Monk
             op, layout, page, 3, ((4, 96), (2, 72)), host_pages=40, device_pages=31, pairs=pairs,
             layers=(1, 1),
         )  # fmt: skip
-        want = cases.build(case)
-        got = cases.build(case, cases.Placement("cuda", torch.Tensor.pin_memory))
-        cases.call(case, want, transfer)
+        want = case_check.build(case)
+        got = case_check.build(case, case_check.Placement("cuda", torch.Tensor.pin_memory))
+        case_check.call(case, want, transfer)
         torch.cuda.synchronize()
         indices = (got.host_indices.cpu(), got.device_indices.cpu())
         with torch.cuda.stream(stream):

@@ -11,19 +11,10 @@ import torch
 
 import refcache_ops
 from refcache.errors import InvalidArgument
-from refcache.reference import cases
+from refcache.reference import case_check, cases
 
 OP = torch.ops.refcache
-PINNED = cases.Placement("cuda", torch.Tensor.pin_memory)
-
-
-def arguments(case: cases.TransferCase, on: cases.Buffers) -> tuple[Any, ...]:
-    pairs, where = (on.host_indices, on.device_indices), (case.page_size, case.layout, 0)
-    if case.op == "backup_all_layer":
-        return on.host, on.device, *pairs, *where
-    if case.op == "load_per_layer":
-        return on.device, on.host, *pairs, case.layers[0], *where
-    return on.device, on.host, *pairs, on.flags, *case.layers, *where
+PINNED = case_check.Placement("cuda", torch.Tensor.pin_memory)
 
 
 def check_all() -> None:
@@ -31,8 +22,8 @@ def check_all() -> None:
     for op in cases.OPS:
         for form in ("stacked", "list"):
             case = cases.TransferCase(op, "page_head", form=form)
-            got = arguments(case, cases.build(case, PINNED))
-            torch.library.opcheck(getattr(OP, op).default, got)
+            given = case_check.arguments(case, case_check.build(case, PINNED))
+            torch.library.opcheck(getattr(OP, op).default, (*given, 0))
     t = torch.tensor
     extend = [t(v).cuda() for v in ([2, 0], [11, 4], [5, -1], [3, 4, 5, 6])]
     torch.library.opcheck(OP.alloc_extend.default, (*extend, 4, 13))
@@ -94,7 +85,7 @@ def test_one_graph_over_sizes(graphs: Graphs, inductor: bool) -> None:
         OP.load_layers(device, host, to, slots, flags, layer + 1, 2, 4, case.layout, 0)
         return slots
 
-    on = cases.build(case, PINNED)
+    on = case_check.build(case, PINNED)
     free = torch.arange(1, 40).cuda()
     for batch, tokens, layer in ((3, 5, 2), (4, 9, 1), (6, 4, 3), (2, 33, 2)):
         count = batch * tokens
@@ -131,7 +122,7 @@ def test_no_recompiled_kernel_for_other_sizes() -> None:
 
 def test_graph_capture_and_replay() -> None:
     case = cases.TransferCase(layer_num=3)
-    on = cases.build(case, PINNED)
+    on = case_check.build(case, PINNED)
     pairs = (on.host_indices, on.device_indices)
     seq, last, free = (torch.tensor(v).cuda() for v in ([4, 6], [2, 9], [7, 8]))
 
@@ -166,8 +157,8 @@ def test_graph_capture_and_replay() -> None:
 
 def test_a_new_list_of_buffers_is_refused_inside_a_capture() -> None:
     case = cases.TransferCase(form="list")
-    on = cases.build(case, PINNED)
-    args = arguments(case, on)
+    on = case_check.build(case, PINNED)
+    args = case_check.arguments(case, on)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(InvalidArgument, match="capture"), torch.cuda.graph(graph):
         OP.backup_all_layer(*args)
@@ -179,7 +170,7 @@ def test_a_new_list_of_buffers_is_refused_inside_a_capture() -> None:
 
 def test_no_hidden_synchronisation() -> None:
     on = {
-        (op, form): (case, cases.build(case, PINNED))
+        (op, form): (case, case_check.build(case, PINNED))
         for op in cases.OPS
         for form in ("stacked", "list")
         for case in [cases.TransferCase(op, form=form)]
@@ -189,7 +180,7 @@ def test_no_hidden_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode(mode)
         try:
             for case, buffers in on.values():
-                cases.call(case, buffers, refcache_ops)
+                case_check.call(case, buffers, refcache_ops)
             OP.alloc_decode(seq, last, free, 4)
             OP.alloc_extend(last * 0, seq, last, free, 4, 11)
         finally:
@@ -201,7 +192,9 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         for op in cases.OPS:
             case = cases.TransferCase(op)
-            assert cases.transfer_errors(case, refcache_ops, PINNED, torch.cuda.synchronize) == []
+            assert (
+                case_check.transfer_errors(case, refcache_ops, PINNED, torch.cuda.synchronize) == []
+            )
 
 
 if __name__ == "__main__":

@@ -7,19 +7,9 @@ import pytest
 import torch
 
 import refcache_ops
-from refcache.reference import cases
+from refcache.reference import case_check, cases
 
 OP = torch.ops.refcache
-
-
-def opcheck_arguments(case: cases.TransferCase, on: cases.Buffers) -> tuple[Any, ...]:
-    """The positional arguments of the case's op."""
-    pairs, where = (on.host_indices, on.device_indices), (case.page_size, case.layout, 0)
-    if case.op == "backup_all_layer":
-        return on.host, on.device, *pairs, *where
-    if case.op == "load_per_layer":
-        return on.device, on.host, *pairs, case.layers[0], *where
-    return on.device, on.host, *pairs, on.flags, *case.layers, *where
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_head"])
@@ -27,7 +17,8 @@ def opcheck_arguments(case: cases.TransferCase, on: cases.Buffers) -> tuple[Any,
 @pytest.mark.parametrize("op", cases.OPS)
 def test_opcheck_transfers(op: str, form: str, layout: str) -> None:
     case = cases.TransferCase(op, layout, form=form)
-    torch.library.opcheck(getattr(OP, op).default, opcheck_arguments(case, cases.build(case)))
+    given = case_check.arguments(case, case_check.build(case))
+    torch.library.opcheck(getattr(OP, op).default, (*given, 0))
 
 
 def test_opcheck_allocs() -> None:
@@ -72,7 +63,7 @@ def test_one_graph_over_batches_and_lengths(graphs: Graphs) -> None:
 
 def test_one_graph_over_transfer_sizes_and_layers(graphs: Graphs) -> None:
     case = cases.TransferCase(layer_num=6, host_pages=6, device_pages=6, form="stacked")
-    on = cases.build(case)
+    on = case_check.build(case)
 
     @torch.compile(fullgraph=True, dynamic=True, backend=graphs)
     def round_trip(host: Any, device: Any, flags: Any, to: Any, source: Any, layer: int) -> Any:
@@ -86,7 +77,7 @@ def test_one_graph_over_transfer_sizes_and_layers(graphs: Graphs) -> None:
     # The first size and layer differ: torch gives equal integers of a first call one symbol.
     for size, layer in ((5, 2), (3, 3), (8, 4), (20, 2), (2, 3)):
         order = torch.randperm(24, generator=torch.Generator().manual_seed(size))[:size]
-        fresh = cases.build(case)
+        fresh = case_check.build(case)
         before = [plane.clone() for plane in fresh.device]
         got = round_trip(fresh.host, fresh.device, on.flags, order, order.flip(0), layer)
         assert torch.equal(got[order].view(torch.int16), before[0][layer][order].view(torch.int16))
@@ -118,7 +109,7 @@ def test_inductor_keeps_every_write_in_order() -> None:
 def test_inference_mode_export_and_meta() -> None:
     case = cases.TransferCase()
     with torch.inference_mode():
-        assert cases.transfer_errors(case, refcache_ops) == []
+        assert case_check.transfer_errors(case, refcache_ops) == []
     meta = torch.empty(3, dtype=torch.int64, device="meta")
     assert OP.alloc_extend(meta, meta, meta, meta, 4, 7).shape == (7,)
     assert OP.alloc_decode(meta, meta, meta, 4).dtype == torch.int64
@@ -134,4 +125,4 @@ def test_inference_mode_export_and_meta() -> None:
 
 def test_cpu_ops_are_the_reference() -> None:
     for op in cases.OPS:
-        assert cases.transfer_errors(cases.TransferCase(op), refcache_ops) == []
+        assert case_check.transfer_errors(cases.TransferCase(op), refcache_ops) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from refcache.errors import InvalidArgument
-from refcache.reference import LAYOUTS, cases
+from refcache.reference import LAYOUTS, case_check, cases
 from refcache_ops import direct
 
 
@@ -62,7 +62,7 @@ def test_whole_pages_in_any_order(
             random.Random(drawn.seed), op=op, pairs=pairs, page_size=drawn.page_size,
             host_pages=drawn.host_pages, device_pages=drawn.device_pages,
         )  # fmt: skip
-        assert cases.transfer_errors(case, engine) == []
+        assert case_check.transfer_errors(case, engine) == []
 
 
 def test_runs_are_coalesced(engine: Any) -> None:
@@ -73,7 +73,7 @@ def test_runs_are_coalesced(engine: Any) -> None:
     for layout in LAYOUTS:
         case = cases.TransferCase(layout=layout, pairs=tuple(pairs), heads=((2, 8),))
         engine.moved.clear()
-        assert cases.transfer_errors(case, engine) == []
+        assert case_check.transfer_errors(case, engine) == []
         assert engine.moved == [copies[layout]], layout
 
 
@@ -81,7 +81,7 @@ def test_runs_are_coalesced(engine: Any) -> None:
 def test_fragments_of_pages_are_refused(engine: Any, layout: str) -> None:
     whole = [(i, i) for i in range(8)]
     for pairs in (whole[:7], [*whole[:3], (9, 3), *whole[4:]], [(i + 2, i) for i in range(4)]):
-        on = cases.build(cases.TransferCase(layout=layout, pairs=tuple(pairs)))
+        on = case_check.build(cases.TransferCase(layout=layout, pairs=tuple(pairs)))
         before = [raw.clone() for raw in on.raw]
         with pytest.raises(InvalidArgument, match="no whole pages of 4"):
             direct.backup_all_layer(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.reference import LAYOUTS, cases, transfer
+from refcache.reference import LAYOUTS, case_check, cases, transfer
 
 REPEATABLE = settings(max_examples=70, deadline=None, derandomize=True, database=None)
 
@@ -21,13 +21,13 @@ REPEATABLE = settings(max_examples=70, deadline=None, derandomize=True, database
 @given(rng=st.randoms(use_true_random=False))
 def test_transfers_are_byte_equal(kernel_ops: SimpleNamespace, op: str, rng: random.Random) -> None:
     case = cases.random_case(rng, op=op)
-    assert cases.transfer_errors(case, kernel_ops) == []
+    assert case_check.transfer_errors(case, kernel_ops) == []
 
 
 @pytest.mark.parametrize("op", cases.OPS)
 def test_every_row_size_and_head_count(kernel_ops: SimpleNamespace, tile: int, op: str) -> None:
     for case in cases.row_bytes_cases(op):
-        assert cases.transfer_errors(case, kernel_ops) == []
+        assert case_check.transfer_errors(case, kernel_ops) == []
 
 
 GRID = list(itertools.product(LAYOUTS, cases.DTYPES, (torch.int32, torch.int64)))
@@ -45,7 +45,7 @@ def test_every_layout_dtype_and_index(kernel_ops: SimpleNamespace, op: str) -> N
             form=forms[(n + n // 2) % len(forms)],  # every index dtype meets every form
             heads=((2, 12), (2, 8)),
         )
-        assert cases.transfer_errors(case, kernel_ops) == []
+        assert case_check.transfer_errors(case, kernel_ops) == []
 
 
 @pytest.mark.parametrize("op", cases.OPS)
@@ -55,14 +55,14 @@ def test_pairs_are_a_set(kernel_ops: SimpleNamespace, tile: int, op: str, layout
     whole = [(h * 4 + i, d * 4 + i) for h, d in pages for i in range(4)]
     for pairs in ([], whole[:1], whole, whole[::-1], random.Random(1).sample(whole, 7)):
         case = cases.TransferCase(op, layout, pairs=tuple(pairs), max_programs=2)
-        assert cases.transfer_errors(case, kernel_ops) == []
+        assert case_check.transfer_errors(case, kernel_ops) == []
 
 
 @pytest.mark.parametrize("op", cases.OPS)
 def test_misaligned_buffers(kernel_ops: SimpleNamespace, op: str) -> None:
     for shift in range(1, 9):
         case = cases.TransferCase(op, shift=shift, dtype=torch.uint8, heads=((1, 32), (2, 16)))
-        assert cases.transfer_errors(case, kernel_ops) == []
+        assert case_check.transfer_errors(case, kernel_ops) == []
 
 
 # The third oracle. Two layers, pages of two slots, one plane of one head of two bytes; device row
@@ -148,18 +148,18 @@ def test_products_beyond_2_31_in_pages(kernel_ops: SimpleNamespace) -> None:
 
 def test_flags_are_raised_once_a_load_and_never_reset(kernel_ops: SimpleNamespace) -> None:
     case = cases.TransferCase("load_layers", layer_num=3, layers=(0, 3))
-    on = cases.build(case)
+    on = case_check.build(case)
     start = on.flags.clone()
     for epoch, pairs in enumerate((4, 1, 0, 3), start=1):
         on.host_indices, on.device_indices = (
             i[:pairs] for i in (on.host_indices, on.device_indices)
         )
-        cases.call(case, on, kernel_ops)
+        case_check.call(case, on, kernel_ops)
         assert (on.flags - start).tolist() == [epoch * transfer.FLAG_EPOCH] * 3
 
 
-def refused(**change: Any) -> cases.Buffers:
-    on = cases.build(cases.TransferCase("load_layers"))
+def refused(**change: Any) -> case_check.Buffers:
+    on = case_check.build(cases.TransferCase("load_layers"))
     for name, value in change.items():
         setattr(on, name, value(getattr(on, name)))
     return on
@@ -193,12 +193,12 @@ def test_what_cannot_be_a_transfer_is_refused(
     before = [raw.clone() for raw in on.raw]
     ops: Any = kernel_ops if run == "kernel" else transfer
     with pytest.raises(InvalidArgument):
-        cases.call(cases.TransferCase("load_layers"), on, ops)
+        case_check.call(cases.TransferCase("load_layers"), on, ops)
     assert all(torch.equal(a, b) for a, b in zip(before, on.raw, strict=True))
 
 
 def test_unknown_layout_and_layer(kernel_ops: SimpleNamespace) -> None:
-    on = cases.build(cases.TransferCase())
+    on = case_check.build(cases.TransferCase())
     pairs = (on.host_indices, on.device_indices)
     with pytest.raises(UnknownName, match="layout 'diagonal'"):
         kernel_ops.backup_all_layer(on.host, on.device, *pairs, 4, "diagonal")

@@ -1,7 +1,8 @@
 """Drives ops: each step is one call on buffers of its own, compared byte for byte.
 
 The cases are of :mod:`refcache.reference.cases`: what moves, the source, the bystanders and the
-guards around every buffer are compared with what the reference does to an equal copy.
+guards around every buffer are compared with what the reference does to an equal copy
+(:mod:`refcache.reference.case_check`).
 """
 
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from refcache.oracle.driver import Driver, step
 from refcache.oracle.ops_target import OPS, device
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.violation import Violation
-from refcache.reference import alloc_cases, cases
+from refcache.reference import alloc_cases, case_check, cases
 from refcache.reference.alloc_cases import AllocCase
-from refcache.reference.cases import Placement, TransferCase
+from refcache.reference.case_check import Placement
+from refcache.reference.cases import TransferCase
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class OpsDriver(Driver):
         if hasattr(self.ops, case.op):
             case = self.target.adapt(case)
             self._ask(
-                case.op, "OP1", cases.transfer_errors, case, self.ops, self.place, self.settle
+                case.op, "OP1", case_check.transfer_errors, case, self.ops, self.place, self.settle
             )
 
     @step
@@ -66,7 +68,7 @@ class OpsDriver(Driver):
         """A copy of rows behind 2^31 elements (:func:`refcache.reference.cases.far_case`)."""
         case = cases.far_case(op)
         if hasattr(self.ops, op) and self.target.adapt(case) == case:
-            self._ask(op, "OP1", cases.far_errors, op, self.ops, self.device, self.settle)
+            self._ask(op, "OP1", case_check.far_errors, op, self.ops, self.device, self.settle)
 
     def _ask(self, op: str, rule: str, errors_of: Callable[..., list[str]], *args: Any) -> None:
         def call() -> list[str]:
