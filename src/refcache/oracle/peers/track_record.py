@@ -59,6 +59,9 @@ class Outcome:
     evidence: str
     steps: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.evidence}" if self.rule else "no violation"
+
 
 def reproduce(bug: str, spec: str) -> Outcome:
     """Run a program on the release that ``spec`` names (``sglang:VERSION``)."""
@@ -132,7 +135,7 @@ def page() -> str:
                 "",
                 f"```python\n{steps}\n```",
                 "",
-                f"{outcome.rule}: {outcome.evidence}",
+                str(outcome),
                 "",
             ]
     return "\n".join([*lines, "", EDGES, *details]).rstrip() + "\n"
@@ -161,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     outcome = reproduce(given.bug, given.target)
     print("\n".join(outcome.steps))
-    print(f"{outcome.rule}: {outcome.evidence}" if outcome.rule else "no violation")
+    print(outcome)
     return 1 if outcome.rule else 0
 
 
