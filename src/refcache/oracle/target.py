@@ -85,6 +85,18 @@ class CacheConfig:
     def pages(self) -> int:
         return self.size // self.page_size
 
+    def init_params(self, allocator: Any, rows: Any) -> dict[str, Any]:
+        """Keywords for a ``CacheInitParams`` (refcache's, or a release's) over these parts."""
+        return {
+            "disable": False,
+            "req_to_token_pool": rows,
+            "token_to_kv_pool_allocator": allocator,
+            "page_size": self.page_size,
+            "is_eagle": self.is_eagle,
+            "eviction_policy": self.eviction_policy,
+            "enable_kv_cache_events": self.enable_kv_cache_events,
+        }
+
 
 class Target:
     """Base of every target: override what the capabilities promise.

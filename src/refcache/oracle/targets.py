@@ -45,16 +45,7 @@ class RefcacheTarget(Target):
 
     @staticmethod
     def _params(config: CacheConfig, allocator: Any, rows: Any, **more: Any) -> CacheInitParams:
-        return CacheInitParams(
-            disable=False,
-            req_to_token_pool=rows,
-            token_to_kv_pool_allocator=allocator,
-            page_size=config.page_size,
-            is_eagle=config.is_eagle,
-            eviction_policy=config.eviction_policy,
-            enable_kv_cache_events=config.enable_kv_cache_events,
-            **more,
-        )
+        return CacheInitParams(**config.init_params(allocator, rows), **more)
 
     def inspect(self, tree: Any) -> TreeView:
         return inspect_radix(tree, lambda key: key.child_key(tree.page_size))

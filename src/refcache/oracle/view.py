@@ -5,7 +5,7 @@ an engine unlocks the deeper checks with one function that fills it in. :func:`i
 so for every tree that has SGLang's field names (refcache's and SGLang's own).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -71,45 +71,66 @@ class TreeView:
             yield index, prefixes[-1]
 
 
+def walk(
+    root: Any, fields: Callable[[Any], dict[str, Any]], leaves: Collection[Any] | None
+) -> tuple[tuple[NodeView, ...], frozenset[int] | None, list[Any]]:
+    """The nodes below ``root``, parents first, by their ``children`` and ``parent``.
+
+    Args:
+        fields: the attributes of :class:`NodeView` that a node has by itself.
+        leaves: nodes; None when the tree keeps no such set.
+
+    Returns:
+        The nodes; the leaves as indices of them; the leaves that are no node of the tree.
+    """
+    nodes: list[NodeView] = []
+    place: dict[Any, int] = {}
+    stack = [(filed, child, -1, root) for filed, child in root.children.items()]
+    while stack:
+        filed, node, parent, lister = stack.pop()
+        here = place[node] = len(nodes)
+        nodes.append(
+            NodeView(
+                parent=parent,
+                parent_agrees=node.parent is lister,
+                filed_under=filed,
+                **fields(node),
+            )
+        )
+        stack.extend((key, child, here, node) for key, child in node.children.items())
+    if leaves is None:
+        return tuple(nodes), None, []
+    known = frozenset(place[n] for n in leaves if n in place)
+    return tuple(nodes), known, [n for n in leaves if n not in place]
+
+
 def inspect_radix(tree: Any, child_key: Callable[[Any], Hashable]) -> TreeView:
     """View of a tree with SGLang's field names; ``child_key`` maps a key to its place in a parent.
 
     Reads ``root_node``, ``evictable_leaves`` and the sizes; of nodes ``children``, ``parent``,
     ``key``, ``value``, ``host_value``, ``lock_ref``, ``hash_value``.
     """
+
+    def fields(node: Any) -> dict[str, Any]:
+        return {
+            "handle": node,
+            "child_key": child_key(node.key) if len(node.key) else None,
+            "key": node.key,
+            "extra_key": node.key.extra_key,
+            "device": node.value,
+            "host": getattr(node, "host_value", None),
+            "lock_ref": node.lock_ref,
+            "hashes": node.hash_value,
+        }
+
     root = tree.root_node
-    nodes: list[NodeView] = []
-    place: dict[Any, int] = {}
-    stack = [(filed, child, -1, root) for filed, child in root.children.items()]
-    while stack:
-        filed, node, parent, lister = stack.pop()
-        place[node] = len(nodes)
-        nodes.append(
-            NodeView(
-                handle=node,
-                parent=parent,
-                parent_agrees=node.parent is lister,
-                filed_under=filed,
-                child_key=child_key(node.key) if len(node.key) else None,
-                key=node.key,
-                extra_key=node.key.extra_key,
-                device=node.value,
-                host=getattr(node, "host_value", None),
-                lock_ref=node.lock_ref,
-                hashes=node.hash_value,
-            )
-        )
-        here = len(nodes) - 1
-        stack.extend((key, child, here, node) for key, child in node.children.items())
-    leaves = getattr(tree, "evictable_leaves", None)
-    known = None if leaves is None else frozenset(place[n] for n in leaves if n in place)
-    strangers = () if leaves is None else tuple(repr(n) for n in leaves if n not in place)
+    nodes, leaves, strangers = walk(root, fields, getattr(tree, "evictable_leaves", None))
     return TreeView(
-        nodes=tuple(nodes),
+        nodes=nodes,
         root=root,
         evictable_size=tree.evictable_size(),
         protected_size=tree.protected_size(),
-        evictable_leaves=known,
-        strangers=strangers,
+        evictable_leaves=leaves,
+        strangers=tuple(map(repr, strangers)),
         root_key_len=len(root.key) if root.key is not None else 0,
     )

@@ -71,14 +71,7 @@ class SglangTarget(Target):
 
     def init_params(self, config: CacheConfig, allocator: Any, rows: Any, **more: Any) -> Any:
         return self.engine.module("mem_cache.cache_init_params").CacheInitParams(
-            disable=False,
-            req_to_token_pool=rows,
-            token_to_kv_pool_allocator=allocator,
-            page_size=config.page_size,
-            is_eagle=config.is_eagle,
-            eviction_policy=config.eviction_policy,
-            enable_kv_cache_events=config.enable_kv_cache_events,
-            **more,
+            **config.init_params(allocator, rows), **more
         )
 
     def tree(self, config: CacheConfig, allocator: Any, req_to_token_pool: Any) -> Any:

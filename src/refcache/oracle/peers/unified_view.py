@@ -9,7 +9,7 @@ from typing import Any
 
 from refcache.keys import RadixKey
 from refcache.oracle.host_view import HostNodeView, HostView, TransferView
-from refcache.oracle.view import NodeView, TreeView
+from refcache.oracle.view import TreeView, walk
 
 
 def nodes_of(tree: Any) -> Any:
@@ -21,39 +21,29 @@ def nodes_of(tree: Any) -> Any:
 def inspect_tree(tree: Any) -> TreeView:
     """The nodes of a unified tree, parents first."""
     core = nodes_of(tree)
-    root = core.root_node
-    nodes: list[NodeView] = []
-    place: dict[Any, int] = {}
-    stack = [(filed, child, -1, root) for filed, child in root.children.items()]
-    while stack:
-        filed, node, parent, lister = stack.pop()
-        place[node] = len(nodes)
+
+    def fields(node: Any) -> dict[str, Any]:
         data, key = node.component_data[0], node.key
-        nodes.append(
-            NodeView(
-                handle=node.id,
-                parent=parent,
-                parent_agrees=node.parent is lister,
-                filed_under=filed,
-                child_key=key.child_key(core.page_size) if len(key) else None,
-                key=RadixKey(list(key.raw_token_ids()), key.extra_key, key.is_bigram),
-                extra_key=key.extra_key,
-                device=data.value,
-                host=data.host_value,
-                lock_ref=data.lock_ref,
-                hashes=node.hash_value,
-            )
-        )
-        here = len(nodes) - 1
-        stack.extend((key, child, here, node) for key, child in node.children.items())
-    leaves = core.evictable_device_leaves
+        return {
+            "handle": node.id,
+            "child_key": key.child_key(core.page_size) if len(key) else None,
+            "key": RadixKey(list(key.raw_token_ids()), key.extra_key, key.is_bigram),
+            "extra_key": key.extra_key,
+            "device": data.value,
+            "host": data.host_value,
+            "lock_ref": data.lock_ref,
+            "hashes": node.hash_value,
+        }
+
+    root = core.root_node
+    nodes, leaves, strangers = walk(root, fields, core.evictable_device_leaves)
     return TreeView(
-        nodes=tuple(nodes),
+        nodes=nodes,
         root=root.id,
         evictable_size=tree.evictable_size(),
         protected_size=tree.protected_size(),
-        evictable_leaves=frozenset(place[n] for n in leaves if n in place),
-        strangers=tuple(f"node {n.id}" for n in leaves if n not in place),
+        evictable_leaves=leaves,
+        strangers=tuple(f"node {n.id}" for n in strangers),
         root_key_len=len(root.key),
     )
 
