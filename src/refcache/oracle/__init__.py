@@ -6,7 +6,8 @@ Knows public interfaces only and never imports Hypothesis; :mod:`refcache.testin
 from refcache.oracle.allocator_driver import AllocatorDriver
 from refcache.oracle.catalog import SENTENCES
 from refcache.oracle.driver import Driver
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheDriver, HiCacheParts
+from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
+from refcache.oracle.hicache_driver import HiCacheDriver
 from refcache.oracle.invariants import CHECKS, RequestView, State, check_state, violations
 from refcache.oracle.loop_driver import LoopDriver
 from refcache.oracle.streams_driver import StreamsDriver

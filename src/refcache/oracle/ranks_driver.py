@@ -16,7 +16,8 @@ import torch
 
 from refcache.errors import InvalidArgument
 from refcache.oracle.driver import Driver, step
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheDriver
+from refcache.oracle.hicache_config import HiCacheConfig
+from refcache.oracle.hicache_driver import HiCacheDriver
 from refcache.oracle.rank_group import RankGroup
 from refcache.oracle.target import Target
 

@@ -142,13 +142,13 @@ class Target:
         """A fresh two-tier cache (capability ``hicache``).
 
         Args:
-            config: a :class:`refcache.oracle.hicache_driver.HiCacheConfig`.
+            config: a :class:`refcache.oracle.hicache_config.HiCacheConfig`.
             runtime: the simulated machine; all copies are launches on it.
             forward_stream: where forwards will run.
             wrap: to be applied to the allocator before anything is built over it.
 
         Returns:
-            A :class:`refcache.oracle.hicache_driver.HiCacheParts`; its pool holds int64 elements.
+            A :class:`refcache.oracle.hicache_config.HiCacheParts`; its pool holds int64 elements.
         """
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from refcache.errors import RefcacheError
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_view import HostView, inspect_hiradix
 from refcache.oracle.ops_target import OPS, interpret_kernels
 from refcache.oracle.target import CAPABILITIES, CacheConfig, Target

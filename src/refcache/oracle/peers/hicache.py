@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_view import HostNodeView, HostView, TransferView
 from refcache.oracle.peers import copies, device
 from refcache.oracle.peers.engine import Engine

@@ -12,7 +12,7 @@ import torch
 
 from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_view import HostView
 from refcache.oracle.peers import guard, hicache
 from refcache.oracle.peers.engine import VERSIONS, Engine, load, unpacked

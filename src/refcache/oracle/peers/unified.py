@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_view import HostView
 from refcache.oracle.peers import cores, unified_hicache, unified_view
 from refcache.oracle.peers.sglang import SglangTarget, readable, stop_watching

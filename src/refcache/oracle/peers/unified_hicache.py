@@ -12,7 +12,7 @@ import atexit
 from types import ModuleType
 from typing import Any
 
-from refcache.oracle.hicache_driver import HiCacheConfig, HiCacheParts
+from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.peers import copies, device, hicache
 from refcache.runtime import Runtime
 

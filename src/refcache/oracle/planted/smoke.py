@@ -8,7 +8,7 @@ from array import array
 import torch
 
 from refcache.keys import TOKEN, RadixKey
-from refcache.oracle.hicache_driver import HiCacheConfig
+from refcache.oracle.hicache_config import HiCacheConfig
 from refcache.oracle.request import Request
 from refcache.oracle.target import CacheConfig, Target
 from refcache.runtime import SimulatedRuntime, eager
