@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+from bench_loads import controller_loads
 
 import refcache_ops
 from refcache.reference import Layout
@@ -429,6 +430,7 @@ def main(path: str, peer: str | None = None) -> None:
         lambda: host_parts(),
         lambda: allocation(load_peer(peer) if peer else None),
         lambda: small_loads(),
+        lambda: controller_loads(report),
         lambda: beside_matmul(BESIDE),
         lambda: transfers(peak),
     ]

@@ -35,8 +35,8 @@ NOTES = """
 
 * **load_per_layer of 2,048 tokens** is bound by launches: a layer of `mla` is 2.4 MB, 43 us of
   link time, and each launch starts and drains the link once. `load_layers` moves the same rows in
-  one launch at 51 GB/s and still announces every layer, so that is the path for loads of this
-  size. Tiles of 8, 16 and 32 KiB and 64 to 264 programs gave the same figures.
+  one launch at 51 GB/s and still announces every layer, so that is what the controller takes for
+  loads of this size. Tiles of 8, 16 and 32 KiB and 64 to 264 programs gave the same figures.
 * **Kernels beside a matrix product.** One or two programs cost this product x1.28 to x1.3
   whatever they do (its 132 tiles then share fewer multiprocessors). Writes to the host are
   posted: up to about 45 GB/s nothing more is paid, and once the link is saturated the product
@@ -138,7 +138,28 @@ def small(rows: Rows) -> str:
         f"time of the call counts too. {count}. One launch a layer, GB/s: {apart}. "
         f"Host: {'; '.join(cpu)}.\n\n"
     )
-    return text + table(["case", "GB/s", "reached"], cells_)
+    return text + table(["case", "GB/s", "reached"], cells_) + controller(rows)
+
+
+def controller(rows: Rows) -> str:
+    """One line a load size: a launch a layer beside one launch."""
+    found = {r["name"]: r for r in rows if r["name"].startswith("controller load")}
+    text = (
+        "\nThe same through `HiCacheController`, pages of one token, timed from where the load may "
+        'begin until a consumer stream has waited for every layer. "busy": everything was issued '
+        'before; "idle": the host\'s time counts. Below 4 MiB a layer (`small_load_bytes`) the '
+        "controller takes one launch.\n\n"
+    )
+    cells = []
+    for name, apart in found.items():
+        if name.endswith(" layers"):
+            label = name.removesuffix(" layers")
+            once = found[f"{label} at once"]
+            speeds = [r[f"gbps_{s}"] for s in ("busy", "idle") for r in (apart, once)]
+            size = f"{apart['layer_bytes'] / 2**20:.2f} MiB"
+            cells.append([label.split(" load ")[1], size, *(f"{speed:.1f}" for speed in speeds)])
+    head = ["load", "a layer", "busy: apart", "at once", "idle: apart", "at once"]
+    return text + table(head, cells)
 
 
 def allocation(rows: Rows) -> str:

@@ -17,7 +17,7 @@ from refcache.types import ServerArgs
 LAYERS, PAGE, TOKENS = 3, 4, 512
 
 
-def rig(layout, io_backend):
+def rig(layout, io_backend, at_once=True):
     machine = CudaRuntime()
     pool = MHATokenToKVPool(
         TOKENS, PAGE, torch.float16, 2, 64, LAYERS, "cuda", v_head_dim=32, runtime=machine
@@ -26,15 +26,19 @@ def rig(layout, io_backend):
         TOKENS, PAGE, torch.float16, "cuda", pool, runtime=machine
     )
     host = host_pool_for(pool, ServerArgs(page_size=PAGE, hicache_mem_layout=layout))
+    if not at_once:
+        host.small_load_bytes = 0
     controller = HiCacheController(allocator, host, PAGE, io_backend=io_backend)
     return machine, pool, allocator, host, controller
 
 
 @pytest.mark.parametrize(
-    ("layout", "io_backend"), list(product(LAYOUTS, ("kernel", "direct", "auto")))
+    ("layout", "io_backend", "at_once"),
+    [*product(LAYOUTS, ("kernel", "direct", "auto"), (True,))]
+    + [(layout, "kernel", False) for layout in LAYOUTS],
 )
-def test_rows_go_to_the_host_and_come_back_elsewhere(layout, io_backend):
-    machine, pool, allocator, host, controller = rig(layout, io_backend)
+def test_rows_go_to_the_host_and_come_back_elsewhere(layout, io_backend, at_once):
+    machine, pool, allocator, host, controller = rig(layout, io_backend, at_once)
     forward = machine.Stream("forward")
     controller.register_forward_stream(forward)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -63,6 +67,49 @@ def test_rows_go_to_the_host_and_come_back_elsewhere(layout, io_backend):
             got = pool.get_key_buffer(layer)[new], pool.get_value_buffer(layer)[new]
             for plane in (0, 1):
                 assert torch.equal(got[plane], rows[plane][layer]), (layer, plane)
+    controller.reset()
+    host.release()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_consumer_waits_for_the_load_that_its_slot_carries_now(layout, at_once):
+    # Seven loads through three slots, the load stream always behind: a flag or an event of an
+    # earlier load of the slot must not let the consumer go. The host waits for free slots only.
+    machine, pool, allocator, host, controller = rig(layout, "kernel", at_once)
+    generator = torch.Generator("cuda").manual_seed(0)
+    wanted, held = [], []
+    for _ in range(7):
+        slots = allocator.alloc(PAGE * 8)
+        for plane in pool.planes:
+            plane.buffer[:, slots] = torch.randn(
+                plane.buffer[:, slots].shape, generator=generator, device="cuda"
+            ).half()
+        wanted.append([plane.buffer[:, slots].clone() for plane in pool.planes])
+        held.append(controller.write(slots))
+        controller.ack_write_queue.pop().finish_event.synchronize()
+        controller.evict_device(slots)
+    for plane in pool.planes:
+        plane.buffer.zero_()
+    controller.load(held[0])  # compiles the kernel: what follows is issued while the loads sleep
+    controller.start_loading()
+    torch.cuda.synchronize()
+    consumer, seen = machine.Stream("consumer"), []
+    for host_slots in held:
+        new = controller.load(host_slots)
+        with machine.stream(controller.load_stream):
+            torch.cuda._sleep(20_000_000)
+        controller.layer_done_counter.set_consumer(controller.start_loading())
+        with machine.stream(consumer):
+            consumer.wait_stream(machine.default_stream())  # which has moved the index tensors
+            rows = [
+                [pool.get_key_buffer(layer)[new], pool.get_value_buffer(layer)[new]]
+                for layer in reversed(range(LAYERS))
+            ]
+            seen.append([torch.stack(plane[::-1]) for plane in zip(*rows, strict=True)])
+    torch.cuda.synchronize()
+    for got, want in zip(seen, wanted, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
     controller.reset()
     host.release()
 

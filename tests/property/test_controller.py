@@ -39,6 +39,7 @@ def rig(
     layout="layer_first",
     mla=False,
     start_layer=0,
+    at_once=True,
 ):
     """A device pool, its allocator, a host pool and a controller on one simulated machine."""
     machine = SimulatedRuntime(driver, Tracker())
@@ -56,6 +57,8 @@ def rig(
         )
     args = ServerArgs(page_size=page_size, hicache_mem_layout=layout)
     host = host_pool_for(pool, args)
+    if not at_once:
+        host.small_load_bytes = 0
     controller = HiCacheController(allocator, host, page_size, io_backend=io_backend)
     return SimpleNamespace(
         machine=machine, pool=pool, allocator=allocator, host=host, controller=controller
@@ -210,8 +213,9 @@ def test_load_of_host_slots_without_an_owner_is_refused():
     assert r.allocator.available_size() == r.allocator.size
 
 
-def test_loads_of_a_batch_are_one_load_and_one_event_covers_a_layer_of_all():
-    r = rig()
+@pytest.mark.parametrize("at_once", [False, True])
+def test_loads_of_a_batch_are_one_load_and_one_event_covers_a_layer_of_all(at_once):
+    r = rig(at_once=at_once)
     hosts = [backed_up(r, value)[1] for value in (3, 4)]
     new = [r.controller.load(host_slots, node_id=i) for i, host_slots in enumerate(hosts)]
     index = r.controller.start_loading()
@@ -226,7 +230,7 @@ def test_loads_of_a_batch_are_one_load_and_one_event_covers_a_layer_of_all():
 
 
 def test_each_layer_is_signalled_once_and_in_order():
-    r = rig(layers=3)
+    r = rig(layers=3, at_once=False)
     _, host_slots = backed_up(r, 7)
     r.controller.load(host_slots)
     events = r.controller.layer_done_counter.events[r.controller.start_loading()]
@@ -235,7 +239,61 @@ def test_each_layer_is_signalled_once_and_in_order():
         event.synchronize()
         done = [other.query() for other in events.load_events]
         assert done == [True] * (layer + 1) + [False] * (2 - layer)
+    assert events.finish_event.query()
     assert ran(r)[-3:] == [f"load layer {layer}" for layer in range(3)]
+
+
+def test_layers_of_one_launch_are_signalled_each_on_its_own():
+    r = rig(layers=3)
+    _, host_slots = backed_up(r, 7)
+    r.controller.load(host_slots)
+    events = r.controller.layer_done_counter.events[r.controller.start_loading()]
+    events.flags.parts[2].synchronize()
+    assert [event.query() for event in events.flags.parts] == [False, False, True]
+    assert not events.finish_event.query()
+    events.finish_event.synchronize()
+    assert ran(r)[-3:] == [f"load layer {layer}" for layer in (2, 0, 1)]
+
+
+def test_large_loads_have_a_launch_a_layer():
+    r = rig()
+    layer_bytes = 2 * r.host.size_per_token // 2
+    for tokens, at_once in ((2, False), (1, True)):
+        r.host.small_load_bytes = layer_bytes
+        assert r.host.loads_at_once(tokens, "kernel") is at_once
+        assert not r.host.loads_at_once(tokens, "direct")
+    with pytest.raises(InvalidArgument, match="all layers at once: expected 'kernel'"):
+        r.host.load_to_device_all_layer(r.pool, None, None, r.machine.flags(2), "direct")
+
+
+@pytest.mark.parametrize("at_once", [(False, True), (True, False)])
+def test_slot_used_again_is_waited_for_as_its_last_load_announces(at_once):
+    # A slot that was announced by events, then by flags, and the other way round.
+    r = rig(size=32)
+    hosts = [backed_up(r, value)[1] for value in (1, 2, 3, 4)]
+    r.host.small_load_bytes = 1 << 20 if at_once[0] else 0
+    for host_slots in hosts[:3]:
+        r.controller.load(host_slots)
+        r.controller.start_loading()
+    r.controller.layer_done_counter.events[0].finish_event.synchronize()
+    r.host.small_load_bytes = 1 << 20 if at_once[1] else 0
+    new = r.controller.load(hosts[3])
+    r.controller.layer_done_counter.set_consumer(r.controller.start_loading())
+    assert not r.controller.layer_done_counter.events[0].finish_event.query()
+    out = read(r, 1, new)
+    r.machine.host_sync()
+    assert out == [4102, 4103]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_waiting_for_all_loads_covers_every_layer(at_once):
+    r = rig(layers=3, at_once=at_once)
+    new = r.controller.load(backed_up(r, 7)[1])
+    r.controller.start_loading()
+    r.controller.layer_done_counter.wait_all()
+    outs = [read(r, layer, new) for layer in range(3)]
+    r.machine.host_sync()
+    assert outs == [[7002 + 100 * layer, 7003 + 100 * layer] for layer in range(3)]
 
 
 def test_without_a_load_getters_do_not_wait():
@@ -257,9 +315,9 @@ GETTERS = [
 
 
 @pytest.mark.parametrize(("mla", "getter"), GETTERS)
-@pytest.mark.parametrize("start_layer", [0, 4])
-def test_every_getter_waits_for_its_layer(mla, getter, start_layer):
-    r = rig(layers=3, mla=mla, start_layer=start_layer)
+@pytest.mark.parametrize(("start_layer", "at_once"), [(0, True), (4, True), (4, False)])
+def test_every_getter_waits_for_its_layer(mla, getter, start_layer, at_once):
+    r = rig(layers=3, mla=mla, start_layer=start_layer, at_once=at_once)
     _, host_slots = backed_up(r, 7)
     new = r.controller.load(host_slots)
     r.controller.layer_done_counter.set_consumer(r.controller.start_loading())
@@ -383,7 +441,7 @@ def test_direct_waits_for_the_device_and_sorts_pairs_for_layer_first():
 
 
 def test_auto_is_decided_for_each_direction_and_places_the_index_tensors(monkeypatch):
-    r = rig(io_backend="auto")
+    r = rig(io_backend="auto", at_once=False)
     asked, given = [], []
 
     def choose(io_backend, *, to_host):

@@ -2,8 +2,10 @@
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 
+from refcache.errors import InvalidArgument
 from refcache.runtime import CudaRuntime, Part, Runtime
 
 
@@ -43,16 +45,44 @@ def test_every_call_becomes_torchs():
     assert event is cuda
 
 
-def test_launches_are_issued_and_parts_record_their_events():
+def test_launches_are_issued():
     cuda, out = FakeCuda(), []
     machine = CudaRuntime(None, cuda)
     machine.launch("a", lambda i: out.append(i.tolist()), indices=(torch.tensor([3]),))
     machine.host_access("b", lambda: out.append("b"))
-    machine.launch_parts(
-        "c", [Part(lambda: out.append("c"), (), (), cuda), Part(lambda: out.append("d"), (), ())]
-    )
-    assert out == [[3], "b", "c", "d"]
-    assert [name for name, _ in cuda.calls] == ["current_stream", "record"]
+    assert out == [[3], "b"]
+    assert cuda.calls == []
+
+
+def test_parts_are_one_launch_and_streams_wait_for_the_flags_epoch(monkeypatch):
+    cuda, waits = FakeCuda(), []
+    machine = CudaRuntime("cpu", cuda)
+    monkeypatch.setattr("refcache_ops.driver.wait_flag", lambda *args: waits.append(args))
+    flags = machine.flags(2)
+    flags.parts[1].wait()
+    assert waits == []  # nothing was launched
+    parts = [Part("never run", None, (), ())] * 2
+    for epoch in (1, 2):
+        cuda.calls.clear()
+        machine.launch_parts(
+            "load",
+            parts,
+            flags,
+            lambda values, index: values.add_(index),
+            (torch.tensor([3, 4]),),
+        )
+        assert [name for name, _ in cuda.calls] == ["current_stream", "record"]
+        assert flags.values.tolist() == [3 * epoch, 4 * epoch]
+        flags.parts[1].wait("consumer")
+    flags.parts[0].wait()
+    assert [wait[1:] for wait in waits] == [(1, 1, "consumer"), (1, 2, "consumer"), (0, 2, cuda)]
+    assert all(wait[0] is flags.values for wait in waits)
+    cuda.calls.clear()
+    assert flags.parts[0].query() is cuda  # the host asks the event behind the launch
+    flags.parts[0].synchronize()
+    assert [name for name, _ in cuda.calls] == ["query", "synchronize"]
+    with pytest.raises(InvalidArgument, match="record of a flag"):
+        flags.parts[0].record()
 
 
 def test_copies_block_the_host_only_into_pageable_memory():

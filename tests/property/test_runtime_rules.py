@@ -359,36 +359,68 @@ def test_history_of_a_dropped_index_tensor_is_forgotten(machine):
 # Rule 7: inner signals.
 
 
-def test_launch_signals_events_at_inner_points(machine, ran):
-    events = [machine.Event() for _ in range(3)]
-    out = []
-    machine.launch_parts(
-        "load", [Part(lambda i=i: out.append(i), (), (), events[i]) for i in range(3)]
-    )
+def test_launch_signals_its_parts_in_any_order(machine, ran):
+    flags, out = machine.flags(3), []
+    assert all(event.query() for event in flags.parts)  # never launched
+    parts = [Part(f"part {i}", lambda i=i: out.append(i), (), ()) for i in range(3)]
+    machine.launch("before", lambda: out.append("before"))
+    machine.launch_parts("load", parts, flags, nothing)
+    machine.launch("after", lambda: out.append("after"))
     assert out == []
-    events[1].synchronize()
-    assert out == [0, 1]
-    assert events[0].query()
-    assert not events[2].query()
+    flags.parts[1].synchronize()
+    assert out == ["before", 1]
+    assert not flags.parts[0].query()
+    assert not flags.finished.query()
+    flags.finished.synchronize()
+    assert out == ["before", 1, 0, 2]
     machine.synchronize()
-    assert ran() == ["load, part 0", "load, part 1", "load, part 2"]
+    assert ran() == ["before", "load part 1", "load part 0", "load part 2", "after"]
 
 
-def test_inner_signal_orders_its_part_and_not_the_later_ones(machine):
-    pool, side, event = Pool(), machine.Stream("side"), machine.Event()
-    parts = [Part(nothing, (), cell(pool, i), event if i == 0 else None) for i in range(2)]
+@pytest.mark.parametrize("waited", [0, 1])
+def test_inner_signal_orders_its_part_and_no_other(machine, waited):
+    pool, side, flags = Pool(), machine.Stream("side"), machine.flags(2)
+    parts = [Part(f"part {i}", nothing, (), cell(pool, i)) for i in range(2)]
     with machine.stream(side):
-        machine.launch_parts("load", parts)
-    event.wait()
-    machine.launch("read part 0", nothing, reads=cell(pool, 0))
+        machine.launch_parts("load", parts, flags, nothing)
+    flags.parts[waited].wait()
+    machine.launch("read the part", nothing, reads=cell(pool, waited))
     machine.synchronize()
-    machine.launch("read part 1", nothing, reads=cell(pool, 1))
+    machine.launch("read the other", nothing, reads=cell(pool, 1 - waited))
     machine.synchronize()  # ordered through the host
     with machine.stream(side):
-        machine.launch_parts("load", parts)
-    event.wait()
-    with pytest.raises(RaceFound, match=r"'load, part 1' .*'read part 1 early'"):
-        machine.launch("read part 1 early", nothing, reads=cell(pool, 1))
+        machine.launch_parts("load", parts, flags, nothing)
+    flags.parts[waited].wait()
+    with pytest.raises(RaceFound, match=rf"'load part {1 - waited}' .*'read the other early'"):
+        machine.launch("read the other early", nothing, reads=cell(pool, 1 - waited))
+
+
+def test_launch_of_parts_comes_after_and_before_the_rest_of_its_stream(machine):
+    pool, flags, side = Pool(), machine.flags(2), machine.Stream("side")
+    parts = [Part(f"part {i}", nothing, (), cell(pool, i)) for i in range(2)]
+    for _ in range(2):
+        machine.launch("before", nothing, writes=cell(pool, 0) + cell(pool, 1))
+        machine.launch_parts("load", parts, flags, nothing)
+        machine.launch("after", nothing, reads=cell(pool, 0) + cell(pool, 1))
+    with machine.stream(side):
+        flags.finished.wait()
+        machine.launch("behind", nothing, reads=cell(pool, 0) + cell(pool, 1))
+    machine.synchronize()
+
+
+def test_two_streams_that_wait_for_each_others_past_lose_no_launch(machine, ran):
+    # Asking whether one may go on asks the other, which asks the first one again.
+    a, b, first = machine.Stream("a"), machine.Stream("b"), machine.Event()
+    machine.launch("slow", nothing)
+    first.record()
+    b.wait_event(first)
+    of_b = b.record_event()
+    a.wait_event(of_b)
+    b.wait_event(a.record_event())
+    with machine.stream(a):
+        machine.launch("on a", nothing)
+    machine.synchronize()
+    assert ran() == ["slow", "on a"]
 
 
 # Rule 8: lifetime of index tensors.
@@ -513,9 +545,14 @@ def test_immediate_machine_has_the_whole_vocabulary():
     with machine.stream(stream), machine.actor("io"), machine.Lock():
         assert machine.current_stream() is stream
         machine.launch("a", lambda i: out.append(i.tolist()), indices=(torch.tensor([1]),))
-        machine.launch_parts("b", [Part(lambda: out.append("b"), (), (), event)])
+        flags = machine.flags(1)
+        machine.launch_parts(
+            "b", [Part("part", nothing, (), ())], flags, lambda values: out.append(values.tolist())
+        )
     machine.host_access("c", lambda: out.append("c"))
-    assert out == [[1], "b", "c"]
+    assert out == [[1], [0], "c"]
+    assert flags.parts[0].query()
+    assert flags.epoch == 1
     assert machine.current_stream() is machine.default_stream()
     event.record(stream)
     event.wait()

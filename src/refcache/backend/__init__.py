@@ -22,6 +22,7 @@ class Backend(NamedTuple):
     alloc_decode: Callable[..., Any]
     backup_all_layer: Callable[..., Any]
     load_per_layer: Callable[..., Any]
+    load_layers: Callable[..., Any]
 
 
 def resolve(name: str | None = None, device: str = "cpu") -> Backend:

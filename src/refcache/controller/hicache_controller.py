@@ -14,11 +14,14 @@ load        the caller's stream, as of the call;     the forward, layer by layer
             request has given back
 ==========  =======================================  ==========================================
 
-A write moves all layers in one launch, a load one layer a launch. Nothing is copied at ``load``:
-the loads of a batch are merged and started together by ``start_loading``.
+A write moves all layers in one launch, a load one layer a launch, or, where launches would take
+longer than the bytes, all layers in one launch that announces each (see
+:meth:`HostKVCache.loads_at_once`). Nothing is copied at ``load``: the loads of a batch are merged
+and started together by ``start_loading``.
 
-Models SGLang 0.5.10's ``HiCacheController``, which lacks the waits for the forward stream. Left
-out: storage below the host (attaching a backend is refused), pipeline stages, metrics.
+Models SGLang 0.5.10's ``HiCacheController``, which lacks the waits for the forward stream and
+has one launch a layer always. Left out: storage below the host (attaching a backend is refused),
+pipeline stages, metrics.
 """
 
 import threading
@@ -26,7 +29,7 @@ from typing import Any
 
 import torch
 
-from refcache.controller.layer_events import LayerDoneCounter
+from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
 from refcache.errors import InvalidArgument, UnknownName, WrongTier
 from refcache.pool import HostKVCache
@@ -196,7 +199,7 @@ class HiCacheController:
         return device_indices
 
     def start_loading(self) -> int:
-        """Start everything in ``load_queue`` as one load, layer by layer.
+        """Start everything in ``load_queue`` as one load that announces each layer.
 
         When all load slots are in use, the host waits for the oldest load first.
 
@@ -217,11 +220,7 @@ class HiCacheController:
         with self.runtime.stream(self.load_stream):
             load.start_event.wait(self.load_stream)
             self._wait_for_forward(self.load_stream)
-            for layer_id in range(self.layer_num):
-                self.mem_pool_host.load_to_device_per_layer(
-                    self.mem_pool_device, host_indices, device_indices, layer_id, io_backend
-                )
-                load.complete(layer_id)
+            self._copy_layers(load, host_indices, device_indices, io_backend)
             finish_event.record()  # of this load's own: the slot's is recorded again by the next
             self._keep(self.load_stream, host_indices, device_indices)
         self.ack_load_queue.append(HiCacheAck(load.start_event, finish_event, op.node_ids))
@@ -290,6 +289,26 @@ class HiCacheController:
 
     def detach_storage_backend(self) -> None:
         """Nothing is ever attached: does nothing."""
+
+    def _copy_layers(
+        self,
+        load: LayerLoadingEvent,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> None:
+        host, device = self.mem_pool_host, self.mem_pool_device
+        if host.loads_at_once(len(host_indices), io_backend):
+            host.load_to_device_all_layer(
+                device, host_indices, device_indices, load.flags, io_backend
+            )
+            load.complete_by_flags()
+            return
+        for layer_id in range(self.layer_num):
+            host.load_to_device_per_layer(
+                device, host_indices, device_indices, layer_id, io_backend
+            )
+            load.complete(layer_id)
 
     def _wait_for_load_slot(self) -> None:
         finish_event = self.layer_done_counter.next_producer.finish_event

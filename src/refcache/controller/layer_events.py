@@ -3,20 +3,22 @@
 ``LayerDoneCounter`` has three slots, so that one load can run while the batches of the two loads
 before it are still being launched. Each slot holds the events of one load:
 
-* *producer*: the controller takes the next slot for a load (``update_producer``) and records the
-  slot's event of a layer after it has issued that layer's copy;
+* *producer*: the controller takes the next slot for a load (``update_producer``). A load of one
+  launch a layer records the slot's event of a layer behind that layer's copy; a small load is one
+  launch, which raises a flag a layer;
 * *consumer*: the batch carries the slot's number; its worker makes it current (``set_consumer``);
-  from then on every getter of the device pool lets the current stream wait for its layer's event.
+  from then on every getter of the device pool lets the current stream wait for its layer.
 
 So waiting is neither by request nor by layer of one request: all loads that were queued for a batch
 are one load, and one event covers a layer of all of them. A slot may be taken again only when its
-load is done.
+load is done. A flag is never lowered: each load waits for an epoch of its own, which no earlier
+load of the slot has reached.
 
 A batch without a load of its own has no waits. If it reads slots that an earlier load brings and
 no forward before it on its stream has waited for them (a decode right after a load-back), it must
 come after that whole load: ``wait_all``.
 
-Models SGLang's ``LayerLoadingEvent`` and ``LayerDoneCounter``.
+Models SGLang's ``LayerLoadingEvent`` and ``LayerDoneCounter``; the flags are added.
 """
 
 from typing import Any
@@ -28,10 +30,12 @@ NUM_COUNTERS = 3
 
 
 class LayerLoadingEvent:
-    """The events of one load.
+    """How the layers of one load are announced, by events or by flags.
 
     Attributes:
         load_events: one a layer, recorded behind the layer's copy.
+        flags: what a load of one launch signals, one a layer.
+        by_flags: the last load was announced by ``flags``.
         start_event: recorded where the load was asked for.
     """
 
@@ -39,6 +43,8 @@ class LayerLoadingEvent:
         self._runtime: Runtime = runtime or ImmediateRuntime()
         self._num_layers = num_layers
         self.load_events: list[Any] = [self._runtime.Event() for _ in range(num_layers)]
+        self.flags = self._runtime.flags(num_layers)
+        self.by_flags = False
         self.start_event: Any = self._runtime.Event()
 
     def complete(self, layer_index: int) -> None:
@@ -47,7 +53,12 @@ class LayerLoadingEvent:
         Raises:
             InvalidArgument: no such layer.
         """
+        self.by_flags = False
         self._event(layer_index).record()
+
+    def complete_by_flags(self) -> None:
+        """Behind the launch that signals ``flags``: layers arrive as it raises them."""
+        self.by_flags = True
 
     def wait(self, layer_index: int) -> None:
         """Let the current stream wait for this layer.
@@ -59,13 +70,14 @@ class LayerLoadingEvent:
 
     @property
     def finish_event(self) -> Any:
-        """The last layer's event: layers arrive in order."""
-        return self.load_events[-1]
+        """The last layer's event, as layers arrive in order; with flags what is behind the launch,
+        as they need not."""
+        return self.flags.finished if self.by_flags else self.load_events[-1]
 
     def _event(self, layer_index: int) -> Any:
         if not 0 <= layer_index < self._num_layers:
             raise InvalidArgument(f"layer {layer_index}: expected 0 to {self._num_layers - 1}")
-        return self.load_events[layer_index]
+        return self.flags.parts[layer_index] if self.by_flags else self.load_events[layer_index]
 
 
 class LayerDoneCounter:
@@ -125,7 +137,8 @@ class LayerDoneCounter:
     def wait_all(self) -> None:
         """Let the current stream wait for every load so far (they finish in order)."""
         if self.producer_index >= 0:
-            self.events[self.producer_index].wait(self.num_layers - 1)
+            finish_event = self.events[self.producer_index].finish_event
+            self._runtime.current_stream().wait_event(finish_event)
 
     def reset(self) -> None:
         """Forget both indices."""

@@ -6,9 +6,11 @@ are handed out in whole pages, numbered from 0. A transfer is a set of (host slo
 pairs; the order of the pairs means nothing.
 
 Bytes move in launches on the current stream: :meth:`HostKVCache.backup_from_device_all_layer` is
-one, :meth:`HostKVCache.load_to_device_per_layer` one a layer. The I/O backend says who copies and
-where the index tensors must be ("kernel": on the device; "direct": on the host); both give the same
-bytes. Memory that is not pinned is copied by the host's own waiting, and refused for kernels.
+one, :meth:`HostKVCache.load_to_device_per_layer` one a layer, and
+:meth:`HostKVCache.load_to_device_all_layer` one that announces layer after layer. The I/O backend
+says who copies and where the index tensors must be ("kernel": on the device; "direct": on the
+host); both give the same bytes. Memory that is not pinned is copied by the host's own waiting, and
+refused for kernels.
 
 Models SGLang's ``HostKVCache``, ``MHATokenToKVPoolHost`` and ``MLATokenToKVPoolHost``; left out:
 pages as flat tensors (for storage below the host), and the check that enough host memory is free.
@@ -37,8 +39,11 @@ from refcache.pool.pinned import (
     alloc_with_host_register,
 )
 from refcache.reference import Layout
-from refcache.runtime import Region, Runtime
+from refcache.runtime import Flags, Part, Region, Runtime
 from refcache.types import IO_BACKENDS, ServerArgs
+
+# Of one layer: from here on a launch a layer keeps the link as busy (docs/performance.md).
+SMALL_LOAD_BYTES = 4 << 20
 
 
 class HostKVCache(HostSlots):
@@ -59,6 +64,7 @@ class HostKVCache(HostSlots):
     Attributes:
         size: slots, in whole pages, one page more than asked for as in SGLang; ``page_num`` pages.
         planes: one buffer a device plane, in ``layout``.
+        small_load_bytes: see :meth:`loads_at_once`; by default :data:`SMALL_LOAD_BYTES`.
         release: unregisters the memory; called by itself when the pool is gone.
 
     Raises:
@@ -94,6 +100,7 @@ class HostKVCache(HostSlots):
         self.pin_memory = pin_memory
         self.device = device
         self.runtime: Runtime = runtime or device_pool.runtime
+        self.small_load_bytes = SMALL_LOAD_BYTES
         self.dtype = device_pool.store_dtype
         self.layer_num = device_pool.layer_num
         self.start_layer = device_pool.start_layer
@@ -223,6 +230,55 @@ class HostKVCache(HostSlots):
             (host_indices, device_indices),
         )
 
+    def load_to_device_all_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        flags: Flags,
+        io_backend: str,
+    ) -> None:
+        """Launch the copy of all layers of host slot i of the list into device slot i.
+
+        ``flags`` (one part a layer) says of each layer when it has arrived, in no promised order.
+        Otherwise as :meth:`backup_from_device_all_layer`.
+
+        Raises:
+            InvalidArgument: also for an ``io_backend`` other than "kernel": the copy engine raises
+                no flags.
+        """
+        if io_backend != "kernel":
+            raise InvalidArgument(f"{io_backend=} for all layers at once: expected 'kernel'")
+        load_per_layer = self._copy_function("load_per_layer", io_backend)
+        load_layers = self._copy_function("load_layers", io_backend)
+        self._check(device_pool, host_indices, device_indices)
+        rows = [plane.buffer for plane in device_pool.planes]
+        how = self.page_size, self.layout
+
+        def run(values: torch.Tensor, *slots: torch.Tensor) -> None:
+            load_layers(rows, self.planes, *slots, values, 0, self.layer_num, *how)
+
+        def part(layer_id: int) -> Part:
+            return Part(
+                f"layer {layer_id}",
+                lambda *slots: load_per_layer(rows, self.planes, *slots, layer_id, *how),
+                self._index_regions(host_indices, device_indices)
+                + self._regions(self, layer_id, host_indices),
+                self._regions(device_pool, layer_id, device_indices),
+            )
+
+        parts = map(part, range(self.layer_num))
+        self.runtime.launch_parts("load", parts, flags, run, (host_indices, device_indices))
+
+    def loads_at_once(self, tokens: int, io_backend: str) -> bool:
+        """Whether a load of so many tokens should be one launch, not one a layer.
+
+        It is where a layer has less than ``small_load_bytes``: there a launch takes longer than its
+        bytes. ``io_backend``: "kernel" or "direct" (never: the copy engine raises no flags).
+        """
+        layer_bytes = tokens * self.size_per_token // self.layer_num
+        return io_backend == "kernel" and layer_bytes < self.small_load_bytes
+
     def choose_io_backend(self, io_backend: str, *, to_host: bool) -> str:
         """What "auto" means in this direction: "direct" where the copy engine has long runs.
 
@@ -251,6 +307,9 @@ class HostKVCache(HostSlots):
     def _regions(self, pool: Any, layers: range | int, slots: torch.Tensor) -> list[Region]:
         return [Region(pool, plane, layers, slots) for plane in range(len(self.planes))]
 
+    def _index_regions(self, *indices: torch.Tensor) -> list[Region]:
+        return [Region(index, 0, 0, 0) for index in indices]
+
     def _launch(
         self,
         name: str,
@@ -259,8 +318,7 @@ class HostKVCache(HostSlots):
         writes: list[Region],
         indices: tuple[torch.Tensor, ...],
     ) -> None:
-        reads = [Region(index, 0, 0, 0) for index in indices] + reads
-        self.runtime.launch(name, run, reads, writes, indices)
+        self.runtime.launch(name, run, self._index_regions(*indices) + reads, writes, indices)
         if not self.pin_memory:
             self.runtime.host_sync()
 

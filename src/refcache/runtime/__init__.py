@@ -1,6 +1,6 @@
 """Machines: who runs a launch, and when. See :mod:`refcache.runtime.api`."""
 
-from refcache.runtime.api import Event, Part, Region, Runtime, Stream
+from refcache.runtime.api import Event, Flags, Part, Region, Runtime, Stream
 from refcache.runtime.cuda import CudaRuntime
 from refcache.runtime.drivers import all_orders, drawn, eager, lazy
 from refcache.runtime.immediate import ImmediateRuntime
@@ -11,6 +11,7 @@ __all__ = [
     "CudaRuntime",
     "DeadIndex",
     "Event",
+    "Flags",
     "ImmediateRuntime",
     "Part",
     "RaceFound",

@@ -19,8 +19,9 @@ Rules (CUDA's measured behaviour):
   and indices then; it must not launch, record or wait.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -45,12 +46,12 @@ class Region(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One part of a launch that signals ``event`` when it and all parts before it are done."""
+    """One part of a launch; ``fn`` gets the launch's index tensors. ``name`` is for reports."""
 
-    fn: Callable[[], object]
+    name: str
+    fn: Callable[..., object]
     reads: Iterable[Region]
     writes: Iterable[Region]
-    event: "Event | None" = None
 
 
 class Stream(Protocol):
@@ -72,6 +73,26 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+@dataclass
+class Flags:
+    """What a launch signals from inside, used again by launch after launch.
+
+    Attributes:
+        parts: one event a part, signalled when that part is done. Other parts may not be: a kernel
+            finishes them in any order.
+        finished: recorded behind the launch.
+        values: int64 ``[parts]`` on the device; every launch raises each value by one epoch when
+            the part is done (see :func:`refcache.reference.load_layers`), and nothing resets them,
+            so that a wait for one launch is not satisfied by an earlier one.
+        epoch: how many launches were issued.
+    """
+
+    parts: Sequence[Event]
+    finished: Event
+    values: torch.Tensor
+    epoch: int = 0
+
+
 _Stream: TypeAlias = Stream  # inside Runtime the plain names are its methods
 _Event: TypeAlias = Event
 
@@ -86,6 +107,10 @@ class Runtime(Protocol):
         ...
 
     def Event(self) -> _Event: ...
+
+    def flags(self, parts: int) -> Flags:
+        """What a launch of so many parts signals; never launched: all are done."""
+        ...
 
     def Lock(self) -> AbstractContextManager[Any]:
         """A re-entrant lock between host threads: taking it comes after its last release."""
@@ -121,8 +146,20 @@ class Runtime(Protocol):
         """
         ...
 
-    def launch_parts(self, name: str, parts: Iterable[Part]) -> None:
-        """Issue one launch that runs ``parts`` in order and signals an event after each."""
+    def launch_parts(
+        self,
+        name: str,
+        parts: Iterable[Part],
+        flags: Flags,
+        at_once: Callable[..., object],
+        indices: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        """Issue one launch on the current stream that signals ``flags`` part by part.
+
+        It is given twice: as its parts, which run in any order on the simulated machine, and as
+        ``at_once(flags.values, *indices)``, which other machines issue; it does the work of all
+        parts and raises the values itself. ``indices`` as for :meth:`launch`.
+        """
         ...
 
     def host_access(

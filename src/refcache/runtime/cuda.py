@@ -1,19 +1,54 @@
 """The real machine: the runtime's vocabulary over ``torch.cuda``.
 
 A launch is simply issued: ``fn`` enqueues kernels on the current stream, and CUDA decides when they
-run. Regions and names are not looked at. ``launch_parts`` issues each part as its own work and
-records its event behind it. Host threads and locks are Python's own.
+run. Regions and names are not looked at. What a launch signals from inside are values in device
+memory, and a stream that waits for one waits until it has reached an epoch. Host threads and locks
+are Python's own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from queue import SimpleQueue
 from threading import RLock
 from typing import Any
 
 import torch
 
-from refcache.runtime.api import Part, Region
+from refcache.errors import InvalidArgument
+from refcache.runtime.api import Flags, Part, Region
+
+
+class FlagEvent:
+    """One part of the last launch that signalled ``flags``.
+
+    A stream waits for the part alone. The host cannot see it: it asks, and waits, for the launch.
+    """
+
+    def __init__(self, flags: Flags, part: int, machine: "CudaRuntime") -> None:
+        self._flags = flags
+        self._part = part
+        self._machine = machine
+
+    def record(self, stream: Any = None) -> None:
+        """Refused: the launch signals."""
+        raise InvalidArgument("record of a flag: expected the launch to raise it")
+
+    def wait(self, stream: Any = None) -> None:
+        """Let ``stream`` (the current one by default) wait; nothing was launched: no wait."""
+        if self._flags.epoch:
+            wait_flag = import_module("refcache_ops.driver").wait_flag
+            stream = stream or self._machine.current_stream()
+            wait_flag(self._flags.values, self._part, self._flags.epoch, stream)
+
+    def query(self) -> bool:
+        """Is the launch done?"""
+        done: bool = self._flags.finished.query()
+        return done
+
+    def synchronize(self) -> None:
+        """The host waits for the launch."""
+        self._flags.finished.synchronize()
 
 
 class CudaRuntime:
@@ -37,6 +72,13 @@ class CudaRuntime:
 
     def Event(self) -> Any:
         return self._cuda.Event()
+
+    def flags(self, parts: int) -> Flags:
+        values = torch.zeros(parts, dtype=torch.int64, device=self.device or "cuda")
+        self.host_sync()  # no stream may see them before they are 0
+        flags = Flags((), self.Event(), values)
+        flags.parts = [FlagEvent(flags, part, self) for part in range(parts)]
+        return flags
 
     @contextmanager
     def actor(self, name: str) -> Iterator[None]:
@@ -62,11 +104,17 @@ class CudaRuntime:
     ) -> None:
         fn(*indices)
 
-    def launch_parts(self, name: str, parts: Iterable[Part]) -> None:
-        for part in parts:
-            part.fn()
-            if part.event is not None:
-                part.event.record(self.current_stream())
+    def launch_parts(
+        self,
+        name: str,
+        parts: Iterable[Part],
+        flags: Flags,
+        at_once: Callable[..., object],
+        indices: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        at_once(flags.values, *indices)
+        flags.epoch += 1
+        flags.finished.record(self.current_stream())
 
     def host_access(
         self,

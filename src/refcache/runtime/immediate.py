@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from refcache.runtime.api import Part, Region
+from refcache.runtime.api import Flags, Part, Region
 
 
 class ImmediateStream:
@@ -61,6 +61,10 @@ class ImmediateRuntime:
         self._default = ImmediateStream("default")
         self._current = self._default
 
+    def flags(self, parts: int) -> Flags:
+        events = [ImmediateEvent() for _ in range(parts)]
+        return Flags(events, ImmediateEvent(), torch.zeros(parts, dtype=torch.int64))
+
     @contextmanager
     def actor(self, name: str) -> Iterator[None]:
         yield
@@ -89,9 +93,16 @@ class ImmediateRuntime:
     ) -> None:
         fn(*indices)
 
-    def launch_parts(self, name: str, parts: Iterable[Part]) -> None:
-        for part in parts:
-            part.fn()
+    def launch_parts(
+        self,
+        name: str,
+        parts: Iterable[Part],
+        flags: Flags,
+        at_once: Callable[..., object],
+        indices: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        at_once(flags.values, *indices)
+        flags.epoch += 1
 
     def host_access(
         self,

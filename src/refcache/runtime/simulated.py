@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from refcache.errors import InvalidArgument
-from refcache.runtime.api import Part, Region
+from refcache.runtime.api import Flags, Part, Region
 from refcache.runtime.streams import (
     Capture,
     HostThread,
@@ -81,6 +81,10 @@ class SimulatedRuntime:
     def Event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
 
+    def flags(self, parts: int) -> Flags:
+        events = [SimulatedEvent(self) for _ in range(parts)]
+        return Flags(events, SimulatedEvent(self), torch.zeros(parts, dtype=torch.int64))
+
     def Lock(self) -> SimulatedLock:
         return SimulatedLock(self)
 
@@ -123,15 +127,31 @@ class SimulatedRuntime:
         writes: Iterable[Region] = (),
         indices: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        self._issue(name, fn, reads, writes, indices)
+        self._issue(self.host.stream, name, fn, reads, writes, indices)
         self._yield("call")
 
-    def launch_parts(self, name: str, parts: Iterable[Part]) -> None:
+    def launch_parts(
+        self,
+        name: str,
+        parts: Iterable[Part],
+        flags: Flags,
+        at_once: Callable[..., object],
+        indices: tuple[torch.Tensor, ...] = (),
+    ) -> None:
         stream = self.host.stream
-        for number, part in enumerate(parts):
-            self._issue(f"{name}, part {number}", part.fn, part.reads, part.writes)
-            if part.event is not None:
-                part.event.capture = self._capture(stream)  # type: ignore[attr-defined]
+        before = self._capture(stream)
+        while len(stream.lanes) < len(flags.parts):
+            stream.lanes.append(self.Stream(stream.name))
+        captures = []
+        for lane, part in zip(stream.lanes[: len(flags.parts)], parts, strict=True):
+            self._queue_wait(lane, before)
+            self._issue(lane, f"{name} {part.name}", part.fn, part.reads, part.writes, indices)
+            captures.append(self._capture(lane))
+        for event, capture in zip(flags.parts, captures, strict=True):
+            event.capture = capture  # type: ignore[attr-defined]
+            self._queue_wait(stream, capture)
+        flags.finished.capture = self._capture(stream)  # type: ignore[attr-defined]
+        flags.epoch += 1
         self._yield("call")
 
     def host_access(
@@ -194,14 +214,14 @@ class SimulatedRuntime:
 
     def _issue(
         self,
+        stream: SimulatedStream,
         name: str,
         fn: Callable[..., object],
         reads: Iterable[Region],
         writes: Iterable[Region],
-        indices: tuple[torch.Tensor, ...] = (),
+        indices: tuple[torch.Tensor, ...],
     ) -> None:
         self._not_inside_a_launch(f"launch of '{name}'")
-        stream = self.host.stream
         join(stream.clock, self.host.clock)
         access = self._access(stream, name)
         late: list[Touch] = []
@@ -228,10 +248,13 @@ class SimulatedRuntime:
         self._not_inside_a_launch("wait")
         if capture is None:
             return
+        self._queue_wait(stream, capture)
+        self._yield("call")
+
+    def _queue_wait(self, stream: SimulatedStream, capture: Capture) -> None:
         join(stream.clock, capture.clock)
         if not self._settled(capture):
             stream.queue.append(Wait(capture))
-        self._yield("call")
 
     def _query(self, capture: Capture | None) -> bool:
         self._not_inside_a_launch("query")
@@ -298,7 +321,8 @@ class SimulatedRuntime:
                 return None
             if type(item) is Capture:
                 item.done = True
-            queue.popleft()
+            if queue and queue[0] is item:  # else another stream's wait for this one got here first
+                queue.popleft()
         return None
 
     def _run(self, stream: SimulatedStream) -> None:

@@ -65,11 +65,16 @@ class Keep:
 
 
 class SimulatedStream(Actor):
-    """A FIFO of launches, records and waits."""
+    """A FIFO of launches, records and waits.
+
+    Attributes:
+        lanes: streams of the parts of this stream's launches, which run in any order.
+    """
 
     def __init__(self, machine: "SimulatedRuntime", index: int, name: str) -> None:
         super().__init__(index, "stream", name)
         self.machine = machine
+        self.lanes: list[SimulatedStream] = []
         self.queue: deque[Launch | Capture | Wait | Keep] = deque()
 
     def wait_event(self, event: "SimulatedEvent") -> None:

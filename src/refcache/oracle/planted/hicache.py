@@ -116,13 +116,16 @@ def _start_not_awaited(original: Function) -> Function:
 
 
 def _last_layer_skipped(original: Function) -> Function:
-    def load_to_device_per_layer(
-        self: Any, pool: Any, host: Any, device: Any, layer_id: int, io_backend: str
-    ) -> None:
-        if layer_id < self.layer_num - 1:
-            original(self, pool, host, device, layer_id, io_backend)
+    def _copy_function(self: Any, name: str, io_backend: str) -> Function:
+        copy: Function = original(self, name, io_backend)
 
-    return load_to_device_per_layer
+        def load_per_layer(*arguments: Any) -> None:
+            if arguments[4] < self.layer_num - 1:  # layer_id
+                copy(*arguments)
+
+        return load_per_layer if name == "load_per_layer" else copy
+
+    return _copy_function
 
 
 def _side_reversed(original: Function) -> Function:
@@ -419,7 +422,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "last-layer-not-loaded",
         "sglang#37870, #31745",
         "the last layer's event fires, its rows are not copied",
-        f"{HOST}.load_to_device_per_layer",
+        f"{HOST}._copy_function",
         _last_layer_skipped,
     ),
     _bug(
