@@ -4,18 +4,39 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from refcache.errors import UnknownName
-from refcache.oracle.planted import allocator, hicache, kernels, loop, ranks, tree
+from refcache.oracle.planted import (
+    allocator,
+    hicache_copies,
+    hicache_loads,
+    hicache_writes,
+    kernels,
+    loop,
+    radix_cache,
+    radix_tree,
+    ranks,
+)
 from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
 from refcache.oracle.planted.smoke import smoke
 
 __all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "smoke", "taken_back"]
 
+PARTS = (
+    allocator,
+    radix_cache,
+    radix_tree,
+    loop,
+    hicache_loads,
+    hicache_writes,
+    hicache_copies,
+    ranks,
+    kernels,
+)
 _PLANTED = ExitStack()
 
 
 def all_bugs() -> tuple[PlantedBug, ...]:
     """Every planted bug, part by part."""
-    return allocator.BUGS + tree.BUGS + loop.BUGS + hicache.BUGS + ranks.BUGS + kernels.BUGS
+    return sum((part.BUGS for part in PARTS), ())
 
 
 def find(name: str) -> PlantedBug:
