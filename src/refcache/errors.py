@@ -4,6 +4,11 @@ A call that raises leaves the state as it was. "Not enough space" is a result (`
 error. Each message says what was seen, where, and what was expected, in that order.
 """
 
+from difflib import get_close_matches
+
+FEW = 20
+"""So many names are listed next to the closest one; more would hide it."""
+
 
 class RefcacheError(Exception):
     """Base of every error raised on purpose by refcache."""
@@ -14,11 +19,25 @@ class InvalidArgument(RefcacheError, ValueError):
 
 
 class UnknownName(InvalidArgument):
-    """A policy, layout, backend or suite of that name does not exist."""
+    """A policy, layout, backend or suite of that name does not exist.
+
+    The message has the closest name, and all of them when they are few.
+
+    >>> print(UnknownName("policy", "lrv", ["lru", "lfu"]))
+    unknown policy 'lrv': did you mean 'lru'? Expected one of lfu, lru
+    """
 
     def __init__(self, kind: str, name: object, known: object) -> None:
-        choices = ", ".join(str(k) for k in sorted(known))  # type: ignore[call-overload]
-        super().__init__(f"unknown {kind} {name!r}: expected one of {choices}")
+        choices = [str(k) for k in sorted(known)]  # type: ignore[call-overload]
+        all_of_them = f"one of {', '.join(choices)}"
+        close = get_close_matches(str(name), choices, n=1)
+        if not close:
+            hint = f"expected {all_of_them}"
+        elif len(choices) <= FEW:
+            hint = f"did you mean {close[0]!r}? Expected {all_of_them}"
+        else:
+            hint = f"did you mean {close[0]!r}?"
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
 
 
 class InvalidTrace(InvalidArgument):

@@ -100,7 +100,7 @@ def test_the_same_seed_draws_the_same_cases() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nonsense", "expected pkg.module:factory or one of"),
+        ("nonsense", r"one of refcache, naive, sglang\[:VERSION\], pkg.module:factory or pkg"),
         ("no.such.module:factory", "does not import"),
         ("refcache.oracle:NoSuchTarget", "has no factory"),
         ("refcache.oracle:SENTENCES", "has no factory"),

@@ -231,10 +231,11 @@ def test_exact_judges_a_target_that_does_not_declare_it(
     ("arguments", "words"),
     [
         (["--suite", "nope"], "unknown suite 'nope': expected one of"),
-        (["--planted", "nope"], "unknown planted bug 'nope'"),
+        (["--planted", "nope"], "unknown planted bug 'nope': expected one of abort-"),
+        (["--planted", "evict-to-much"], "bug 'evict-to-much': did you mean 'evict-too-much'?\n"),
         (["--max-examples", "0"], "Invalid value for '--max-examples'"),
         (["--seed", "x"], "Invalid value for '--seed'"),
-        (["nope"], "target 'nope': expected pkg.module:factory"),
+        (["nope"], "target 'nope': expected one of refcache, naive, sglang[:VERSION], pkg"),
         (["nope.nope:x"], "target 'nope.nope:x' does not import"),
         (["broken_target:x"], "target 'broken_target:x' does not import: ZeroDivisionError"),
         (["os:sep"], "target 'os:sep': os has no factory"),

@@ -19,7 +19,10 @@ from refcache.errors import InvalidArgument
 def check(
     target: Annotated[
         str,
-        typer.Argument(help="refcache, naive, or pkg.module:factory; the current folder counts."),
+        typer.Argument(
+            help="refcache, naive, sglang[:VERSION], pkg.module:factory, or (one op) "
+            "pkg.module:function; the current folder counts."
+        ),
     ] = "refcache",
     suite: Annotated[
         list[str] | None,

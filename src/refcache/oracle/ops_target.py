@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 from refcache.errors import InvalidArgument
 from refcache.oracle.target import Target
@@ -95,11 +94,11 @@ def ops_target(function: Callable[..., Any]) -> OpsTarget | None:
     Raises:
         InvalidArgument: neither its name nor its parameters say which op it is.
     """
-    if isinstance(function, CustomOpDef):
-        inner = ops_target(function._init_fn)
+    defined = _definition(function)
+    if defined is not None:
+        inner = ops_target(defined)
         assert inner is not None
-        op = inner.name
-        return OpsTarget(SimpleNamespace(**{op: without_cap(function)}))
+        return OpsTarget(SimpleNamespace(**{inner.name: without_cap(function)}))
     name = getattr(function, "__name__", "").split("::")[-1]
     try:
         parameters = inspect.signature(function).parameters
@@ -120,6 +119,18 @@ def ops_target(function: Callable[..., Any]) -> OpsTarget | None:
         )
     capped = not parameters or "max_programs" in parameters or name.startswith("alloc")
     return OpsTarget(SimpleNamespace(**{name: function if capped else without_cap(function)}))
+
+
+def _definition(function: Any) -> Callable[..., Any] | None:
+    """The function that ``torch.library.custom_op`` made an op of; None for any other callable.
+
+    PyTorch documents the class, and no way from it to the function: ``_init_fn`` is private.
+    """
+    kind = torch.library.CustomOpDef  # type: ignore[attr-defined]  # documented, not in __all__
+    if not isinstance(function, kind):
+        return None
+    defined: Callable[..., Any] = function._init_fn
+    return defined
 
 
 def without_cap(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,7 +110,7 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         if self.host_ratio is not None and not (1 < self.host_ratio < float("inf")):
-            raise InvalidArgument(f"host_ratio={self.host_ratio}: expected more than 1")
+            raise InvalidArgument(f"host_ratio={self.host_ratio}: expected a finite number above 1")
         if self.host_ratio is not None and self.device_tokens is None:
             raise InvalidArgument("host_ratio without a bound on the device: nothing would move")
         if self.write_policy not in WRITE_POLICIES:

@@ -190,7 +190,8 @@ def resolve(spec: str) -> Target:
     module_name, colon, attribute = BUILT_IN.get(spec, spec).partition(":")
     if not (module_name and colon and attribute):
         raise InvalidArgument(
-            f"target {spec!r}: expected pkg.module:factory or one of {', '.join(BUILT_IN)}"
+            f"target {spec!r}: expected one of {', '.join(BUILT_IN)}, sglang[:VERSION], "
+            "pkg.module:factory or pkg.module:function"
         )
     try:
         module = importlib.import_module(module_name)
