@@ -9,7 +9,7 @@ import torch
 from refcache.oracle.planted.bug import PlantedBug
 
 CONTROLLER = "refcache.controller.hicache_controller:HiCacheController"
-HOST = "refcache.pool.host:HostKVCache"
+COPIES = "refcache.pool.host_copies:HostCopies"
 SLOTS = "refcache.pool.host_slots:HostSlots"
 Function = Callable[..., Any]
 _bug = partial(PlantedBug, suite="hicache.state")
@@ -136,7 +136,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "last-layer-not-loaded",
         "sglang#37870, #31745",
         "the last layer's event fires, its rows are not copied",
-        f"{HOST}._copy_function",
+        f"{COPIES}._copy_function",
         _last_layer_skipped,
     ),
     _bug(

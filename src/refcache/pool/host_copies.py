@@ -1,0 +1,239 @@
+"""How rows move between a host pool and its device pool: launches on the current stream.
+
+A transfer is a set of (host slot, device slot) pairs; the order of the pairs means nothing.
+:meth:`HostCopies.backup_from_device_all_layer` is one launch,
+:meth:`HostCopies.load_to_device_per_layer` one a layer, and
+:meth:`HostCopies.load_to_device_all_layer` one that announces each layer. The I/O backend says who
+copies and where the index tensors must be ("kernel": on the device; "direct": on the host); both
+give the same bytes. Memory that is not pinned is copied by the host's own waiting, and refused for
+kernels.
+
+Models the transfers of SGLang's ``HostKVCache``; the launch of all layers is added.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from refcache.backend import Backend, copy_engine, resolve
+from refcache.errors import InvalidArgument, UnknownName, WrongTier
+from refcache.pool.device import KVCache
+from refcache.runtime import Flags, Part, Region, Runtime
+from refcache.types import IO_BACKENDS
+
+# Of one layer: from here on a launch a layer keeps the link as busy (docs/performance.md).
+SMALL_LOAD_BYTES = 4 << 20
+
+
+class HostCopies:
+    """The transfers of :class:`refcache.pool.HostKVCache`, which has the attributes named here."""
+
+    device_pool: KVCache
+    dtype: torch.dtype
+    layer_num: int
+    layout: str
+    page_size: int
+    pin_memory: bool
+    planes: tuple[torch.Tensor, ...]
+    runtime: Runtime
+    size_per_token: int
+    small_load_bytes: int
+    _backend: Backend
+
+    def backup_from_device_all_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> None:
+        """Launch the copy of all layers of device slot i of the list into host slot i.
+
+        The launch reads the index tensors when it runs and does not keep them alive.
+
+        Args:
+            host_indices, device_indices: int32 or int64 ``[n]``, where ``io_backend`` wants them.
+
+        Raises:
+            WrongTier, UnknownName, InvalidArgument: before anything is launched.
+        """
+        copy = self._copy_function("backup_all_layer", io_backend)
+        self._check(device_pool, host_indices, device_indices)
+        rows = [plane.buffer for plane in device_pool.planes]
+
+        def run(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+            copy(self.planes, rows, host_slots, device_slots, self.page_size, self.layout)
+
+        layers = range(self.layer_num)
+        self._launch(
+            "backup",
+            run,
+            self._regions(device_pool, layers, device_indices),
+            self._regions(self, layers, host_indices),
+            (host_indices, device_indices),
+        )
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+    ) -> None:
+        """Launch the copy of one layer of host slot i of the list into device slot i.
+
+        ``layer_id`` counts from 0 in this pool. Otherwise as :meth:`backup_from_device_all_layer`.
+        """
+        copy = self._copy_function("load_per_layer", io_backend)
+        self._check(device_pool, host_indices, device_indices)
+        if not 0 <= layer_id < self.layer_num:
+            raise InvalidArgument(f"{layer_id=}: expected 0 to {self.layer_num - 1}")
+        rows = [plane.buffer for plane in device_pool.planes]
+
+        def run(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+            copy(rows, self.planes, host_slots, device_slots, layer_id, self.page_size, self.layout)
+
+        self._launch(
+            f"load layer {layer_id}",
+            run,
+            self._regions(self, layer_id, host_indices),
+            self._regions(device_pool, layer_id, device_indices),
+            (host_indices, device_indices),
+        )
+
+    def load_to_device_all_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        flags: Flags,
+        io_backend: str,
+    ) -> None:
+        """Launch the copy of all layers of host slot i of the list into device slot i.
+
+        ``flags`` (one part a layer) says of each layer when it has arrived, in no promised order.
+        Otherwise as :meth:`backup_from_device_all_layer`.
+
+        Raises:
+            InvalidArgument: also for an ``io_backend`` other than "kernel": the copy engine raises
+                no flags.
+        """
+        if io_backend != "kernel":
+            raise InvalidArgument(f"{io_backend=} for all layers at once: expected 'kernel'")
+        load_per_layer = self._copy_function("load_per_layer", io_backend)
+        load_layers = self._copy_function("load_layers", io_backend)
+        self._check(device_pool, host_indices, device_indices)
+        rows = [plane.buffer for plane in device_pool.planes]
+        how = self.page_size, self.layout
+
+        def run(values: torch.Tensor, *slots: torch.Tensor) -> None:
+            load_layers(rows, self.planes, *slots, values, 0, self.layer_num, *how)
+
+        def part(layer_id: int) -> Part:
+            return Part(
+                f"layer {layer_id}",
+                lambda *slots: load_per_layer(rows, self.planes, *slots, layer_id, *how),
+                self._index_regions(host_indices, device_indices)
+                + self._regions(self, layer_id, host_indices),
+                self._regions(device_pool, layer_id, device_indices),
+            )
+
+        parts = map(part, range(self.layer_num))
+        self.runtime.launch_parts("load", parts, flags, run, (host_indices, device_indices))
+
+    def loads_at_once(self, tokens: int, io_backend: str) -> bool:
+        """Whether a load of so many tokens should be one launch, not one a layer.
+
+        It is where a layer has less than ``small_load_bytes``: there a launch takes longer than its
+        bytes. ``io_backend``: "kernel" or "direct" (never: the copy engine raises no flags).
+        """
+        layer_bytes = tokens * self.size_per_token // self.layer_num
+        return io_backend == "kernel" and layer_bytes < self.small_load_bytes
+
+    def choose_io_backend(self, io_backend: str, *, to_host: bool) -> str:
+        """What "auto" means in this direction: "direct" where the copy engine has long runs.
+
+        Anything else is what it is. The rule is measured on a device, so without the kernels
+        "auto" is "kernel".
+        """
+        if io_backend != "auto":
+            return io_backend
+        if self._backend.name != "triton":
+            return "kernel" if self.pin_memory else "direct"
+        engine = copy_engine()
+        run = min(
+            engine.run_bytes(
+                self.layout,
+                self.page_size,
+                self.layer_num,
+                plane.head_num * plane.head_dim * self.dtype.itemsize,
+                plane.head_num,
+                one_layer=not to_host,
+            )
+            for plane in self.device_pool.planes
+        )
+        chosen: str = engine.choose(run, to_host=to_host)
+        return chosen
+
+    def _regions(self, pool: Any, layers: range | int, slots: torch.Tensor) -> list[Region]:
+        return [Region(pool, plane, layers, slots) for plane in range(len(self.planes))]
+
+    def _index_regions(self, *indices: torch.Tensor) -> list[Region]:
+        return [Region(index, 0, 0, 0) for index in indices]
+
+    def _launch(
+        self,
+        name: str,
+        run: Callable[..., None],
+        reads: list[Region],
+        writes: list[Region],
+        indices: tuple[torch.Tensor, ...],
+    ) -> None:
+        self.runtime.launch(name, run, self._index_regions(*indices) + reads, writes, indices)
+        if not self.pin_memory:
+            self.runtime.host_sync()
+
+    def _copy_function(self, name: str, io_backend: str) -> Callable[..., None]:
+        if io_backend not in IO_BACKENDS:
+            raise UnknownName("io_backend", io_backend, IO_BACKENDS)
+        if io_backend == "kernel" and not self.pin_memory:
+            raise InvalidArgument(
+                "io_backend 'kernel' on host memory that is not pinned: expected 'direct'"
+            )
+        io_backend = self.choose_io_backend(io_backend, to_host=name == "backup_all_layer")
+        copies: Any = resolve("reference")
+        if self.pin_memory and io_backend == "kernel":
+            copies = self._backend
+        elif self.pin_memory and self._backend.name == "triton":
+            copies = copy_engine()
+        function: Callable[..., None] = getattr(copies, name)
+        return function
+
+    def _check(
+        self, device_pool: KVCache, host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> None:
+        check_device_pool(device_pool)
+        for what, index in (("host", host_indices), ("device", device_indices)):
+            if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+                raise InvalidArgument(
+                    f"{what}_indices: {index.dtype} {tuple(index.shape)}; expected int32 or int64 "
+                    "[n]"
+                )
+        if len(host_indices) != len(device_indices):
+            raise InvalidArgument(
+                f"{len(host_indices)} host and {len(device_indices)} device slots: expected as "
+                "many of each"
+            )
+        if [p[2:] for p in device_pool.planes] != [p[2:] for p in self.device_pool.planes]:
+            raise InvalidArgument(
+                f"a device pool with planes {[p.name for p in device_pool.planes]}: expected the "
+                "planes that this host pool was built from"
+            )
+
+
+def check_device_pool(pool: Any) -> None:
+    """Raise WrongTier unless ``pool`` is a device pool."""
+    if not isinstance(pool, KVCache):
+        raise WrongTier(f"a {type(pool).__name__} as device pool: expected a KVCache")
