@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from refcache.oracle.replay import ReplayConfig, replay
-from refcache.oracle.workload import read_trace
+from refcache.oracle.request_trace import read_trace
 
 GB = 1 << 30
 

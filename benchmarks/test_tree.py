@@ -14,7 +14,7 @@ import torch
 
 from refcache.oracle import CacheConfig, resolve
 from refcache.oracle.replay import prompt_of
-from refcache.oracle.workload import read_trace
+from refcache.oracle.request_trace import read_trace
 
 PAGE, CAPACITY = 64, 3_000_000
 HITS, EVICTED = 20_257_216, 121_177_472

@@ -73,25 +73,39 @@ def calls(group, rank, policy):
     return log
 
 
-def serving(group, rank, policy):
-    """The overlap loop over two tiers; its forwards check every row they read."""
-    draw = random.Random(11)
+def scheduler_of(driver, group, policy, page_size, max_running_requests):
+    """A small overlap loop over two tiers, on a machine of its own."""
     args = ServerArgs(
-        page_size=2,
+        page_size=page_size,
         max_total_tokens=24,
-        max_running_requests=3,
+        max_running_requests=max_running_requests,
         context_length=32,
         chunked_prefill_size=4,
         enable_hierarchical_cache=True,
         hicache_ratio=1.5,
         hicache_write_policy=policy,
     )
-    machine = SimulatedRuntime(timing(rank), Tracker())
+    machine = SimulatedRuntime(driver, Tracker())
     scheduler = Scheduler(
         args, ModelConfig(num_hidden_layers=2, vocab_size=3), runtime=machine, tp_cpu_group=group
     )
-    tree = scheduler.tree_cache
-    tree.load_back_threshold = 1
+    scheduler.tree_cache.load_back_threshold = 1
+    return scheduler
+
+
+def decided(scheduler, batch):
+    """All that a step decides, as JSON has it."""
+    return [
+        batch and [batch.forward_mode.name, [[r.rid, len(r.prefix_indices)] for r in batch.reqs]],
+        [[r.rid, list(r.output_ids)] for r in scheduler.finished_reqs],
+        [[len(n.key), n.evicted, n.backuped, n.lock_ref] for n in scheduler.tree_cache.nodes()],
+    ]
+
+
+def serving(group, rank, policy):
+    """The overlap loop over two tiers; its forwards check every row they read."""
+    draw = random.Random(11)
+    scheduler = scheduler_of(timing(rank), group, policy, page_size=2, max_running_requests=3)
     log = []
     for number in range(200):
         if number % 5 == 0 and number < 100:
@@ -99,15 +113,7 @@ def serving(group, rank, policy):
             request = TokenizedGenerateReqInput(f"r{number}", tokens, SamplingParams(3))
             scheduler.submit(request)
         batch = scheduler.step()
-        log.append(
-            [
-                batch and [batch.forward_mode.name, [r.rid for r in batch.reqs]],
-                batch and [len(r.prefix_indices) for r in batch.reqs],
-                [[r.rid, list(r.output_ids)] for r in scheduler.finished_reqs],
-                [[len(n.key), n.evicted, n.backuped, n.lock_ref] for n in tree.nodes()],
-                group.calls,
-            ]
-        )
+        log.append([*decided(scheduler, batch), group.calls])
     assert scheduler.is_idle()
     return log
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
+from refcache.engine import SamplingParams, TokenizedGenerateReqInput
 from refcache.errors import InvalidArgument
 from refcache.oracle import Violation, resolve
 from refcache.oracle.planted import all_bugs, find
 from refcache.oracle.rank_group import RankGroup
 from refcache.oracle.ranks_driver import RanksDriver
-from refcache.runtime import SimulatedRuntime, Tracker, drawn, eager, lazy
+from refcache.runtime import drawn, eager, lazy
 from refcache.testing import hunt, run_suite
 from refcache.tree.consensus import SingleRank, consensus_of
-from refcache.types import WRITE_POLICIES, ServerArgs
+from refcache.types import WRITE_POLICIES
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
+SHARED = runpy.run_path(str(PROGRAM))
+scheduler_of, decided = SHARED["scheduler_of"], SHARED["decided"]
 WRITES = "writing_check > _finished_everywhere"
 LOADS = "loading_check > _finished_everywhere"
 
@@ -125,41 +128,13 @@ def test_a_group_of_nobody_is_refused():
 # ---- the serving loop ----------------------------------------------------------------------------
 
 
-def schedulers(group, drivers, policy, **more):
-    args = ServerArgs(
-        page_size=1,
-        max_total_tokens=24,
-        max_running_requests=2,
-        context_length=32,
-        chunked_prefill_size=4,
-        enable_hierarchical_cache=True,
-        hicache_ratio=1.5,
-        hicache_write_policy=policy,
-    )
-    for rank, driver in enumerate(drivers):
-        made = Scheduler(
-            args,
-            ModelConfig(num_hidden_layers=2, vocab_size=3),
-            runtime=SimulatedRuntime(driver, Tracker()),
-            tp_cpu_group=group.member(rank),
-        )
-        made.tree_cache.load_back_threshold = 1
-        yield made
-
-
-def decided(scheduler, batch):
-    tree = scheduler.tree_cache
-    return (
-        batch and (batch.forward_mode, [(r.rid, len(r.prefix_indices)) for r in batch.reqs]),
-        [(r.rid, list(r.output_ids)) for r in scheduler.finished_reqs],
-        [(len(n.key), n.evicted, n.backuped, n.lock_ref) for n in tree.nodes()],
-    )
-
-
 def serve(drivers, prompts, policy, retract_at=-1):
     """All ranks serve the prompts; yields, for each step, the batch of rank 0 and its calls."""
     group = RankGroup(len(drivers))
-    ranks = list(schedulers(group, drivers, policy))
+    ranks = [
+        scheduler_of(d, group.member(i), policy, page_size=1, max_running_requests=2)
+        for i, d in enumerate(drivers)
+    ]
     for i, tokens in enumerate(prompts):
         for scheduler in ranks:
             scheduler.submit(TokenizedGenerateReqInput(f"r{i}", tokens, SamplingParams(3)))

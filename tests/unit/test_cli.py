@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from refcache.cli.main import main
-from refcache.oracle.workload import read_trace
+from refcache.oracle.request_trace import read_trace
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:

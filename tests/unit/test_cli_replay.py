@@ -8,7 +8,8 @@ import pytest
 import refcache.oracle.replay
 from refcache.cli.main import main
 from refcache.oracle import Violation
-from refcache.oracle.workload import TraceRequest, prefix_bound, synthesize, write_trace
+from refcache.oracle.request_trace import TraceRequest, write_trace
+from refcache.oracle.workload import prefix_bound, synthesize
 
 
 @pytest.fixture

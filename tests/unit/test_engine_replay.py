@@ -14,8 +14,9 @@ from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import replay as module
 from refcache.oracle import replay_state
 from refcache.oracle.replay import CountingRadixCache, ReplayConfig, replay, replay_tree
+from refcache.oracle.request_trace import TraceRequest, read_trace
 from refcache.oracle.violation import Violation
-from refcache.oracle.workload import TraceRequest, read_trace, synthesize
+from refcache.oracle.workload import synthesize
 
 POLICIES = {
     "lru": (20_257_216, 121_177_472),

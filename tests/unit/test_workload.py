@@ -7,15 +7,8 @@ from pathlib import Path
 import pytest
 
 from refcache.errors import InvalidArgument, InvalidTrace
-from refcache.oracle.workload import (
-    BLOCK,
-    MAX_ID,
-    TraceRequest,
-    prefix_bound,
-    read_trace,
-    synthesize,
-    write_trace,
-)
+from refcache.oracle.request_trace import BLOCK, MAX_ID, TraceRequest, read_trace, write_trace
+from refcache.oracle.workload import prefix_bound, synthesize
 
 FIRST = {"timestamp": 5, "input_length": 1025, "output_length": 3, "hash_ids": [0, 1, 2]}
 

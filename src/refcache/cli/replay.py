@@ -11,7 +11,8 @@ import typer
 
 from refcache.cli.console import progress
 from refcache.errors import InvalidArgument
-from refcache.oracle.workload import PrefixBound, prefix_bound, read_trace
+from refcache.oracle.request_trace import read_trace
+from refcache.oracle.workload import PrefixBound, prefix_bound
 
 TOKEN_BYTES = 32  # K, V, and an entry of the free list while it is copied; 8 bytes each
 

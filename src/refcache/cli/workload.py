@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from refcache.oracle.workload import prefix_bound, synthesize, write_trace
+from refcache.oracle.request_trace import write_trace
+from refcache.oracle.workload import prefix_bound, synthesize
 
 
 def workload(

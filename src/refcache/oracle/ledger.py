@@ -182,3 +182,29 @@ class RecordingAllocator:
     def free_group_end(self) -> None:
         self.inner.free_group_end()
         self.ledger.queued = None
+
+
+class CountingAllocator(RecordingAllocator):
+    """A :class:`RecordingAllocator` whose hand-outs are the engine's, and told to the ledger."""
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        return self._told(self.inner.alloc(need_size))
+
+    def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return self._told(self.inner.alloc_extend(*args, **kwargs))
+
+    def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return self._told(self.inner.alloc_decode(*args, **kwargs))
+
+    def clear(self) -> None:
+        self.inner.clear()
+        self.ledger.clear()
+
+    def _told(self, slots: torch.Tensor | None) -> torch.Tensor | None:
+        if slots is not None:
+            for slot in slots.tolist():
+                page, offset = divmod(slot, self.ledger.page_size)
+                if offset == 0 and page in self.ledger.owner:
+                    self.ledger.note("P1", f"page {page} was handed out twice")
+                self.ledger.take([slot], "the engine")
+        return slots

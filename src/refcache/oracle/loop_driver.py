@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from refcache.engine.content import RowCheck, WrongContent
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
@@ -22,12 +20,11 @@ from refcache.engine.scheduler import Scheduler
 from refcache.errors import OutOfSlots
 from refcache.oracle.driver import Driver, step
 from refcache.oracle.invariants import RequestView, State, check_state, check_sums
-from refcache.oracle.ledger import Ledger, RecordingAllocator
+from refcache.oracle.ledger import CountingAllocator, Ledger
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.violation import Violation
 from refcache.types import ServerArgs
 
-ENGINE = "the engine"
 PATIENCE = 4
 """Steps in a row that may neither compute nor finish anything."""
 
@@ -40,32 +37,6 @@ class LoopConfig(CacheConfig):
     chunk_pages: int | None = None
     max_prefill_tokens: int = 64
     schedule_policy: str = "fcfs"
-
-
-class CountingAllocator(RecordingAllocator):
-    """The target's allocator; hand-outs are told to the ledger as well as frees."""
-
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        return self._told(self.inner.alloc(need_size))
-
-    def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return self._told(self.inner.alloc_extend(*args, **kwargs))
-
-    def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return self._told(self.inner.alloc_decode(*args, **kwargs))
-
-    def clear(self) -> None:
-        self.inner.clear()
-        self.ledger.clear()
-
-    def _told(self, slots: torch.Tensor | None) -> torch.Tensor | None:
-        if slots is not None:
-            for slot in slots.tolist():
-                page, offset = divmod(slot, self.ledger.page_size)
-                if offset == 0 and page in self.ledger.owner:
-                    self.ledger.note("P1", f"page {page} was handed out twice")
-                self.ledger.take([slot], ENGINE)
-        return slots
 
 
 class _Watch(SchedulerObserver):

@@ -50,8 +50,8 @@ from refcache.engine.scheduler import Scheduler
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.keys import TOKEN, RadixKey
 from refcache.oracle.replay_state import StateCheck
+from refcache.oracle.request_trace import BLOCK, TraceRequest
 from refcache.oracle.violation import Violation
-from refcache.oracle.workload import BLOCK, TraceRequest
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
 from refcache.tree.hiradix_cache import LOAD_BACK_THRESHOLD
 from refcache.types import (

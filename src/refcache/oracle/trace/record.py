@@ -15,23 +15,18 @@ each recorded call waits for the index tensors that it writes down.
 
 import contextlib
 import functools
-import platform
 import threading
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
-
-from refcache.errors import InvalidArgument
-from refcache.oracle.trace import captures
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.captures import Capture
 from refcache.oracle.trace.file import TraceWriter
+from refcache.oracle.trace.parts import Parts
 
 
 def record(subject: Any, path: str | Path) -> "Recorder":
@@ -55,7 +50,7 @@ class Recorder:
     """What :func:`record` returns. ``header``: the first line; ``close``: stop."""
 
     def __init__(self, subject: Any, path: str | Path) -> None:
-        self._parts = _Parts(subject)
+        self._parts = Parts(subject)
         self.tree = self._parts.tree
         self.header = self._parts.header(subject)
         self._writer = TraceWriter(path, self.header)
@@ -187,85 +182,3 @@ class Recorder:
             if len(self._states) > 8:
                 del self._states[next(iter(self._states))]
         return self._states[id(value)][0]
-
-
-class _Parts:
-    """The objects to wrap, found from the subject by their names."""
-
-    def __init__(self, subject: Any) -> None:
-        self.tree: Any = None
-        self.controller: Any = None
-        if all(hasattr(subject, name) for name in ("match_prefix", "insert", "evict")):
-            self.tree = subject
-            self.allocator = subject.token_to_kv_pool_allocator
-            self.controller = getattr(subject, "cache_controller", None)
-        elif all(hasattr(subject, name) for name in ("write", "load", "start_loading")):
-            self.controller = subject
-            self.allocator = subject.mem_pool_device_allocator
-        elif all(hasattr(subject, name) for name in ("alloc", "free", "available_size")):
-            self.allocator = subject
-        else:
-            raise InvalidArgument(
-                f"record: {type(subject).__name__} is no tree cache, controller or allocator"
-            )
-        self.host = None if self.controller is None else self.controller.mem_pool_host
-        self._refuse_used()
-
-    def _refuse_used(self) -> None:
-        if getattr(self.tree, "disable", False):
-            raise InvalidArgument("record: the tree cache is disabled")
-        if self.allocator is None:
-            raise InvalidArgument("record: the tree cache has no allocator")
-        free, size = int(self.allocator.available_size()), int(self.allocator.size)
-        cached = 0 if self.tree is None else int(self.tree.total_size())
-        host = 0
-        if self.host is not None:
-            host = int(self.host.size) - int(self.host.available_size())
-        if free != size or cached or host:
-            raise InvalidArgument(
-                f"record: {size - free} of {size} tokens are in use, {cached} are cached, {host} "
-                "are on the host: expected a cache with nothing in it"
-            )
-
-    def header(self, subject: Any) -> f.Header:
-        kind = type(subject)
-        return f.Header(
-            format=f.FORMAT,
-            version=f.VERSION,
-            page_size=int(self.allocator.page_size if self.tree is None else self.tree.page_size),
-            size=int(self.allocator.size),
-            host_size=None if self.host is None else int(self.host.size),
-            is_eagle=bool(getattr(self.tree, "is_eagle", False)),
-            write_policy=getattr(self.controller, "write_policy", None),
-            subject=f"{kind.__module__}.{kind.__qualname__}",
-            versions=_versions(kind.__module__.partition(".")[0]),
-        )
-
-    def wrapped(self) -> Iterator[tuple[str, Any, dict[str, Capture]]]:
-        yield "allocator", self.allocator, captures.ALLOCATOR
-        if self.tree is not None:
-            yield (
-                "tree",
-                self.tree,
-                captures.TREE if self.controller is None else captures.HOST_TREE,
-            )
-        if self.controller is not None:
-            yield "host", self.host, captures.HOST_POOL
-            yield "controller", self.controller, captures.CONTROLLER
-
-    def sizes(self) -> f.Sizes:
-        tree, host = self.tree, self.host
-        return f.Sizes(
-            int(self.allocator.available_size()),
-            None if tree is None else int(tree.evictable_size()),
-            None if tree is None else int(tree.protected_size()),
-            None if host is None else int(host.available_size()),
-        )
-
-
-def _versions(package: str) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in {package, "refcache"}:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
