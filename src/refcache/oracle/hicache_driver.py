@@ -75,19 +75,10 @@ class HiCacheDriver(HiCacheCalls):
     @step
     def wind_down(self) -> None:
         """End every request, drop every lock, empty both tiers: nothing may be left over."""
-        while self.requests:
-            self._finish(self.requests[0], insert=self.requests[0].prefilled)
-        while self.holds:
-            self._unlock(*self.holds.pop())
+        self._end_everything()
         self._settle_all()
         self.on_target(self.tree.evict_host, self.config.host_size)
-        self._evict(self.config.size)
-        free = int(self.on_target(self.allocator.available_size))
-        self.require(
-            free == self.config.size,
-            "P1",
-            f"{free} of {self.config.size} tokens are free after everything was evicted",
-        )
+        self._evict_everything()
         self.on_target(self.tree.evict_host, self.config.host_size)
         host_free = len(self._host().free)
         self.require(

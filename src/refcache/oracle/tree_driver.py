@@ -202,10 +202,16 @@ class TreeDriver(TreeRequests):
     @step
     def wind_down(self) -> None:
         """End every request, drop every lock, evict everything: every page must be free."""
+        self._end_everything()
+        self._evict_everything()
+
+    def _end_everything(self) -> None:
         while self.requests:
             self._finish(self.requests[0], insert=self.requests[0].prefilled)
         while self.holds:
             self._unlock(*self.holds.pop())
+
+    def _evict_everything(self) -> None:
         self._evict(self.config.size)
         free = int(self.on_target(self.allocator.available_size))
         self.require(

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import msgspec
 import zstandard
@@ -19,7 +19,25 @@ MAX_LINE = 2**24  # bytes
 FLUSH_EVERY = 64  # lines: what a killed recording loses at most
 
 
-class TraceWriter:
+class Closes:
+    """A context manager whose end is ``close``."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class TraceWriter(Closes):
     """Writes a trace; ``close`` (or leaving its context) writes the last line.
 
     Raises:
@@ -56,17 +74,6 @@ class TraceWriter:
         if self._file is not self._raw:
             self._file.close()
         self._raw.close()
-
-    def __enter__(self) -> "TraceWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_bytes(path: str | Path) -> IO[bytes]:

@@ -19,13 +19,12 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.captures import Capture
-from refcache.oracle.trace.file import TraceWriter
+from refcache.oracle.trace.file import Closes, TraceWriter
 from refcache.oracle.trace.parts import Parts
 
 
@@ -46,7 +45,7 @@ def record(subject: Any, path: str | Path) -> "Recorder":
     return Recorder(subject, path)
 
 
-class Recorder:
+class Recorder(Closes):
     """What :func:`record` returns. ``header``: the first line; ``close``: stop."""
 
     def __init__(self, subject: Any, path: str | Path) -> None:
@@ -78,17 +77,6 @@ class Recorder:
         for undo in reversed(self._undo):
             undo()
         self._writer.close()
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- wrapping --------------------------------------------------------------------------------
 
