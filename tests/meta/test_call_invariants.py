@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from refcache.oracle import HiCacheDriver, TreeDriver, Violation, resolve
+from refcache.oracle.ledger import Ledger
+from refcache.oracle.violation import without_rules
 from refcache.types import EvictParams, EvictResult
 
 Fault = Callable[[Any], None]
@@ -258,6 +260,17 @@ def moved(parts: Any) -> None:
     node.host_value = pool.alloc(2)
 
 
+def only_once(parts: Any, inner: Any, params: Any) -> EvictResult:
+    """The first eviction is made, later ones do nothing."""
+    if any(node.evicted for node in parts.tree.nodes()):
+        return EvictResult(0)
+    return inner(params)  # type: ignore[no-any-return]
+
+
+def not_of_2(parts: Any, inner: Any, node: Any, *more: Any) -> int:
+    return 0 if node.key.token_ids[0] == 2 else int(inner(node, *more))
+
+
 def in_use(parts: Any, inner: Any, num_tokens: int) -> int:
     """A host eviction that protects everything first."""
     for node in parts.tree.nodes():
@@ -266,6 +279,8 @@ def in_use(parts: Any, inner: Any, num_tokens: int) -> int:
 
 
 BURIED = "insert (0,1); settle; evict 2"
+BURIED_BELOW = "insert (0,); insert (0,1); settle; evict 1"
+FULL = "insert (0,0); settle; evict 2; insert (1,0,0); settle; evict 3"  # the host, with 5 tokens
 HOST: list[tuple[str, str, Fault, str]] = [
     ("E1", "evict_host returned 3, it freed 2 slots", result("tree.evict_host", lambda n: n + 1),
         f"{BURIED}; evict_host 2"),
@@ -299,7 +314,7 @@ HOST: list[tuple[str, str, Fault, str]] = [
         half), f"{BURIED}; reload 0"),
     ("Q1", "a load of 1 tokens (threshold 3, quota None) gave 1", lambda parts: setattr(
         parts.tree, "load_back_threshold", 0),
-        "threshold 3; insert (0,); settle; evict 1; reload 0"),
+        "threshold; insert (0,); settle; evict 1; reload 0"),
     ("Q1", "a load of 2 tokens (threshold 1, quota 1) gave 2", on("tree.load_back",
         lambda parts, inner, node, quota: inner(node)), f"{BURIED}; reload 0, 1"),
     ("B1", "nothing was loaded; the last node is", result("tree.init_load_back", lambda r: r
@@ -310,6 +325,15 @@ HOST: list[tuple[str, str, Fault, str]] = [
         "tree.init_load_back", elsewhere), f"{BURIED}; insert (1,); reload 0"),
     ("N2", "the host's events leave [] stored", on("tree.events.stored", not_stored),
         "insert (0,); settle"),
+    ("N2", "page 1 is cached for [0], and not stored by the events", nothing(
+        "tree.take_events", ()), "insert (0,)"),
+    ("Q2", "a load of 2 was refused, 2 tokens are free", on("tree.init_load_back", refused),
+        f"{BURIED}; insert (1,1); hold (1,1); reload 0"),
+    ("E3", "evict(1) freed 0 although [0] is not locked", on("tree.evict", only_once),
+        f"write_back; {BURIED_BELOW}; evict 1"),
+    ("W1", "has no host copy after 1 hits of 1", nothing("tree.write_backup", 0), "insert (0,)"),
+    ("W1", "node [2] has no host copy after 1 hits of 1", on("tree.write_backup", not_of_2),
+        f"{FULL}; insert (1,); insert (2,)"),
     ("X5", "", no_getter, f"delay; {BURIED}; readmit 0, 1; settle"),
     ("X5", "", no_fence, "delay; insert (0,1,2); settle; evict 3; admit (1,2,1); abort 0; "
         "reload 0"),
@@ -323,19 +347,30 @@ HOST: list[tuple[str, str, Fault, str]] = [
 ]  # fmt: skip
 
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "delay": {"delay": True},
+    "quiet": {"enable_kv_cache_events": False},
+    "reentrant": {"reentrant": True},
+    "threshold": {"load_back_threshold": 3},
+    "write_back": {"write_policy": "write_back"},
+}
+
+
 def perform(driver_class: Any, target: Any, program: str) -> None:
+    """Words of ``CONFIGS``, then calls: ``name arguments``."""
     config: dict[str, Any] = {"size": 4, "enable_kv_cache_events": True}
     if driver_class is HiCacheDriver:
-        config |= {"delay": "delay; " in program}
-    if "threshold 3; " in program:
-        config["load_back_threshold"] = 3
+        config["delay"] = False
+    calls = program.split("; ") if program else []
+    while calls and calls[0] in CONFIGS:
+        config |= CONFIGS[calls.pop(0)]
     d = driver_class(target, **config)
-    for call in program.split("; ") if program else ():
+    for call in calls:
         name, _, args = call.partition(" ")
         given = eval(f"({args},)") if args else ()
         if name == "evict_host":
             d.on_target(d.tree.evict_host, *given)
-        elif name not in ("delay", "threshold"):
+        else:
             getattr(d, name)(*given)
 
 
@@ -359,3 +394,43 @@ def test_fires(driver: Any, rule: str, evidence: str, fault: Fault, program: str
 def test_the_reference_passes(driver: Any, program: str) -> None:
     if (driver, program) in {(case[0], case[4]) for case in CASES}:
         perform(driver, resolve("refcache"), program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "threshold; insert (0,1,2); settle; evict 3; reload 0; settle",
+        f"{BURIED}; reload 0, 2; settle",
+        f"{BURIED}; reload 0, 3; settle",
+        # hit and quota are 2, but the load newly pins the token that it hangs from
+        f"{BURIED_BELOW}; insert (0,1,1); settle; evict 2; reload 0, 2; settle",
+        f"{BURIED_BELOW}; reload 0; settle; wind_down",
+        f"write_back; {BURIED_BELOW}; settle; wind_down",
+        f"reentrant; {BURIED_BELOW}; reload 0; settle; wind_down",
+        f"quiet; {BURIED}; settle",
+        "delay; insert (0,); settle; insert (1,); evict 1; settle",
+        "admit (0,1,2), None, 2; cache 0; abort 0; settle",
+        f"{FULL}; insert (2,); settle",
+        "write_back; insert (0,); insert (0,1); evict 1; insert (1,1,1); evict 3; insert (2,2,2); "
+        "evict 1; evict 4",
+    ],
+)
+def test_silence_where_a_rule_makes_an_exception(program: str) -> None:
+    perform(HiCacheDriver, resolve("refcache"), program)
+
+
+def test_a_finished_request_that_does_not_match_is_found_without_the_rules_of_a_match() -> None:
+    """M0 and C1 look at every match and come first; M2 does not depend on them."""
+    cut = result("tree.match_prefix", lambda m: m._replace(device_indices=m.device_indices[:1]))
+    with without_rules("M0", "C1"), pytest.raises(Violation) as caught:
+        perform(TreeDriver, Faulty(cut), "admit (0,1); finish 0")
+    assert caught.value.id == "M2"
+    assert caught.value.evidence == "2 tokens were cached, 1 match"
+
+
+def test_a_page_that_waits_in_a_free_group_is_nobody_s_to_hand_out() -> None:
+    noted: list[str] = []
+    ledger = Ledger(4, 1, lambda rule, evidence: noted.append(f"{rule}: {evidence}"))
+    ledger.queued = {2}
+    ledger.take([2], "request 0")
+    assert noted == ["P1: page 2 was handed out while it waits in a free group"]
