@@ -211,6 +211,10 @@ BROKEN: dict[str, list[tuple[str, Change]]] = {
             "has in page 3",
             moved(False, C, 6, 7, 4, 5),
         ),
+        (  # nobody saw the copy with its slots
+            "a load in flight uses host slots of node [0, 0] > [4, 4], which has none",
+            having(with_node(D, host=None), free(8, 9, 14, 15), policy(no_room=True, in_flight=[])),
+        ),
     ],
     "X2": [
         (
@@ -222,6 +226,10 @@ BROKEN: dict[str, list[tuple[str, Change]]] = {
             "a write in flight uses device page 2 for prefix [0, 0, 1, 1], which the tree now has "
             "nowhere",
             with_node(B, device=None),
+        ),
+        (
+            "a write in flight uses device slots of node [0, 0] > [1, 1], which has none",
+            having(with_node(B, device=None), policy(in_flight=[])),
         ),
     ],
     "W1": [
@@ -274,6 +282,15 @@ def test_only_the_slots_that_are_wrong_are_named() -> None:
 
 def test_a_copy_is_looked_for_in_its_own_namespace() -> None:
     assert set(fired(with_node(D, extra_key="other")(legal()))) == {"X1", "X2"}
+
+
+def test_a_copy_of_a_node_that_left_the_tree_is_found() -> None:
+    gone = replace(LOAD, handles=("gone",))
+    found = fired(having(with_host(transfers=(WRITE, gone)), with_counts("d", host_ref=0))(legal()))
+    assert found == {
+        "X1": ["a load in flight uses host slots of 'gone', which has none"],
+        "X2": ["a load in flight uses device slots of 'gone', which has none"],
+    }
 
 
 UNUSUAL: dict[str, Change] = {

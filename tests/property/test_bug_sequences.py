@@ -1,12 +1,14 @@
 """The published corruption bugs of hierarchical caches, each as its smallest sequence.
 
-Every sequence was run on an engine's release and failed there. Here it must pass on the reference,
-with copies delayed as long as possible and without delay; the planted bug that models it must fail.
+Most sequences were run on an engine's release and failed there; the others are made from the cause
+that the report names. Here each must pass on the reference, with copies delayed as long as possible
+and without delay; the planted bug that models it must fail.
 
-Notation: ``A`` admit (match, lock, load back, compute, cache; ``/c`` in chunks of c), ``D x``
-decode one token, ``F`` finish with insert, ``X`` abort without, ``E n`` evict n tokens, ``T`` all
-copies finish and are acknowledged, ``M`` match, ``R`` reset, ``P n`` the next chunk, ``I`` insert,
-``K`` lock, ``L`` load back what is on the host only, ``Q`` queue such a load, ``S`` start loads.
+Notation: ``A`` admit (match, lock, load back, compute, cache; ``/c`` in chunks of c), ``W`` admit
+and do not wait for the forward, ``D x`` decode one token, ``F`` finish with insert, ``X`` abort
+without, ``E n`` evict n tokens, ``T`` all copies finish and are acknowledged, ``M`` match, ``R``
+reset, ``P n`` the next chunk, ``I`` insert, ``K`` lock, ``L`` load back what is on the host only,
+``Q`` queue such a load, ``S`` start loads.
 """
 
 from contextlib import suppress
@@ -16,12 +18,15 @@ import torch
 
 from refcache.allocator import TokenToKVPoolAllocator
 from refcache.controller import HiCacheController
+from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
 from refcache.errors import DoubleFree, NotProtected
-from refcache.oracle import CacheConfig, HiCacheDriver, Violation, resolve
-from refcache.oracle.planted import find
+from refcache.oracle import CacheConfig, HiCacheDriver, StreamsDriver, Violation, resolve
+from refcache.oracle.planted import find, streams
 from refcache.pool.host_slots import HostSlots
-from refcache.runtime import SimulatedRuntime, eager
-from refcache.types import EvictParams
+from refcache.runtime import SimulatedRuntime, eager, lazy
+from refcache.testing import hunt
+from refcache.tree import HiRadixCache
+from refcache.types import EvictParams, ServerArgs
 
 SEQUENCES = {
     # name: (policy, page size, device, host, program, the planted bug that models it)
@@ -53,6 +58,18 @@ SEQUENCES = {
         "write_through", 1, 8, 20,
         "A 012; F; R; A 2222; F; T", "reset-leaves-copies",
     ),
+    "B07-load-over-a-running-forward": (
+        "write_through", 1, 4, 20,
+        "A 012; F; T; E 3; W 121; X; L; T", "load-not-fenced",
+    ),
+    "B08-write-before-the-forward": (
+        "write_through", 1, 8, 20,
+        "I 01; T", "write-start-not-awaited",
+    ),
+    "B09-read-before-the-load": (
+        "write_through", 1, 8, 20,
+        "A 01; F; T; E 2; A 012; F; T", "getters-do-not-wait",
+    ),
     "B10-last-layer": (
         "write_through", 1, 8, 20,
         "A 01; F; T; E 2; A 012; F", "last-layer-not-loaded",
@@ -81,6 +98,18 @@ SEQUENCES = {
         "write_back", 1, 8, 9,
         "A 11; F; E 2", "write-back-keeps-slots",
     ),
+    "B21-writes-not-acknowledged-while-a-load-runs": (
+        "write_through", 1, 8, 20,
+        "A 01; F; T; E 2; A 12; F; L; T", "write-acks-not-polled",
+    ),
+    "B43-host-slots-freed-under-a-running-load": (
+        "write_back", 1, 8, 9,
+        "A 01; F; E 2; A 12; F; E 2; Q; Q; S; T", "load-gives-up-its-source",
+    ),
+    "B45-revived-tokens-not-counted": (
+        "write_through", 1, 8, 20,
+        "A 01; F; T; E 2; I 01; T", "revived-not-evictable",
+    ),
     "B46-lock-skips-the-node": (
         "write_through", 1, 8, 20,
         "I 12; I 122; T; K 122; E 1", "lock-skips-node",
@@ -88,6 +117,14 @@ SEQUENCES = {
     "B55-two-loads-in-one-batch": (
         "write_through", 1, 8, 20,
         "A 01; F; A 12; F; T; E 4; Q; Q; S; T", "merge-reverses-a-side",
+    ),
+    "B53-second-plane-stays-behind": (
+        "write_through", 1, 8, 20,
+        "A 01; F; T", "second-plane-not-copied",
+    ),
+    "B54-last-page-dropped": (
+        "write_through", 1, 8, 20,
+        "A 012; F; T", "last-page-not-copied",
     ),
     "B26-chunk-aborted": (
         "write_through", 1, 16, 40,
@@ -109,12 +146,14 @@ def run_on(driver, program):
     for step in program.split("; "):
         call, _, rest = step.partition(" ")
         text, _, chunk = rest.partition("/")
-        tokens = tuple(int(c) for c in text) if call in "AMIK" else ()
+        tokens = tuple(int(c) for c in text) if call in "AWMIK" else ()
         last = len(driver.requests) - 1
         match call:
             case "A":
                 driver.admit(tokens, None, int(chunk) if chunk else None)
                 driver.cache(len(driver.requests) - 1)
+            case "W":
+                driver.admit(tokens)
             case "D":
                 driver.decode(last, int(text))
             case "F":
@@ -194,6 +233,73 @@ def test_one_request_counts_twice_unless_hits_are_per_request(hit_policy, kept):
     d.settle()
     d.evict(16)
     assert on_host(d, (0, 1, 2, 0)) == kept
+
+
+def decode_after_a_load(delay=True):
+    """B59: a load has started; a decode reads its slots, as a captured graph without waits does."""
+    d = HiCacheDriver(resolve("refcache"), size=8, host_size=20, delay=delay)
+    run_on(d, "I 01; T; E 2; Q; S")
+    row = d._match((0, 1), None).device_indices.tolist()
+    with d.machine.stream(d.forward_stream):
+        d.forward_stream.wait_stream(d.machine.default_stream())
+        d.counter.set_consumer(-1)
+        d.counter.wait_all()
+        d.content.forward(d.machine, row, 2, (0, 1), None, d.note)
+    d.wind_down()
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_a_decode_right_after_a_load_waits_for_all_of_it(delay):
+    decode_after_a_load(delay)
+
+
+def test_a_decode_that_waits_for_all_layers_but_the_last_is_found():
+    with find("decode-does-not-wait").active(), pytest.raises(Violation) as caught:
+        decode_after_a_load()
+    assert caught.value.id == "X5"
+    assert "read by 'attention'" in str(caught.value)
+    assert "layer 1" in str(caught.value)
+
+
+def test_the_suite_of_orders_finds_it_too():
+    d = StreamsDriver(resolve("refcache"))
+    d.every_order("decode-load")
+    with find("decode-does-not-wait").active(), pytest.raises(Violation) as caught:
+        d.every_order("decode-load")
+    assert caught.value.id == "X5"
+    d = StreamsDriver(resolve("refcache"), without_edge="decode-load")
+    with pytest.raises(Violation, match="edge decode-load"):
+        d.every_order("decode-load")
+
+
+@pytest.mark.parametrize("bug", streams.BUGS, ids=lambda bug: bug.name)
+def test_planted_bugs_of_the_streams_are_caught(bug):
+    caught = hunt(bug)
+    assert caught.counts, caught.failure and caught.failure.text
+    assert caught.by == "X5"
+
+
+def locks_in_a_decode_phase():
+    """B21: the copy is done, and nothing but decodes comes; writes that are still locked."""
+    args = ServerArgs(
+        max_total_tokens=24, enable_hierarchical_cache=True, hicache_write_policy="write_through"
+    )
+    scheduler = Scheduler(args, ModelConfig(vocab_size=3), runtime=SimulatedRuntime(lazy))
+    scheduler.submit(TokenizedGenerateReqInput("r", [0, 1, 2], SamplingParams(12)))
+    for _ in range(3):
+        scheduler.step()
+    scheduler.runtime.synchronize()
+    before = len(scheduler.tree_cache.ongoing_write_through)
+    scheduler.step()
+    return before, len(scheduler.tree_cache.ongoing_write_through)
+
+
+def test_a_decode_phase_acknowledges_writes(monkeypatch):
+    assert locks_in_a_decode_phase() == (1, 0)
+    monkeypatch.setattr(HiRadixCache, "check_hicache_events", lambda self: None)
+    assert locks_in_a_decode_phase() == (1, 0)  # not only where a prefill is tried
+    monkeypatch.setattr(HiRadixCache, "flush_write_through_acks", lambda self: None)
+    assert locks_in_a_decode_phase() == (1, 1)
 
 
 # ---- what needs more than legal calls ------------------------------------------------------------

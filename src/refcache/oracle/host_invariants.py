@@ -149,13 +149,20 @@ def _device_pages_in_flight_keep_their_owner(s: HostState) -> Iterator[str]:
 
 
 def _keep_their_owner(s: HostState, tier: str, which: int) -> Iterator[str]:
+    size, nodes = s.state.page_size, s.state.view.nodes
+    for transfer in s.host.transfers:  # also those that were given up in the call that began them
+        for handle in transfer.handles:
+            index = s.state.place.get(handle, -1)
+            mine = None if index < 0 else getattr(nodes[index], tier)
+            if mine is None:
+                whose = repr(handle) if index < 0 else s.state.name(index)
+                yield f"a {transfer.kind} in flight uses {tier} slots of {whose}, which has none"
     if not s.in_flight:
         return
-    size, nodes = s.state.page_size, s.state.view.nodes
     here: dict[tuple[str | None, tuple[object, ...]], int] = {}
     for index, prefix in s.state.view.paths():
         node = nodes[index]
-        slots = node.host if tier == "host" else node.device
+        slots = getattr(node, tier)
         if slots is not None:
             start = len(prefix) - len(node.key)
             for k, slot in enumerate(slots[::size].tolist()):

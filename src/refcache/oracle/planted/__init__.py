@@ -14,6 +14,7 @@ from refcache.oracle.planted import (
     radix_cache,
     radix_tree,
     ranks,
+    streams,
 )
 from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
 from refcache.oracle.planted.smoke import smoke
@@ -28,6 +29,7 @@ PARTS = (
     hicache_loads,
     hicache_writes,
     hicache_copies,
+    streams,
     ranks,
     kernels,
 )

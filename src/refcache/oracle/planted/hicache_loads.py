@@ -123,6 +123,18 @@ def _hit_without_its_last_node(original: Function) -> Function:
     return _match_result
 
 
+def _source_given_up(original: Function) -> Function:
+    def load_back(self: Any, node: Any, mem_quota: int | None = None) -> Any:
+        slots = original(self, node, mem_quota)
+        if slots is not None and len(self.ongoing_load_back) > 1:
+            self.cache_controller.evict_host(node.host_value)
+            node.host_value = None
+            self._update_leaf_status(node.parent)
+        return slots
+
+    return load_back
+
+
 def _leaf_kept(original: Function) -> Function:
     def _place(self: Any, node: Any, slots: torch.Tensor) -> None:
         listed = node in self.evictable_host_leaves
@@ -210,6 +222,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "a host hit over several nodes leaves out the last",
         f"{HIRADIX}._match_result",
         _hit_without_its_last_node,
+    ),
+    _bug(
+        "load-gives-up-its-source",
+        "sglang#31296, #31427",
+        "while another load runs, the host slots of a load are freed before it has read them",
+        f"{HIRADIX}.load_back",
+        _source_given_up,
     ),
     _bug(
         "revived-stays-host-leaf",
