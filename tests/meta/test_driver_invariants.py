@@ -178,6 +178,10 @@ CASES: list[tuple[Any, str, str, PlantedBug, dict[str, Any], tuple[tuple[Any, ..
             ("alloc_extend with a wrong sum", f"{PAGED}.alloc_extend", ("wrong_sum", 0, 1)),
             ("alloc_extend after another slot", f"{PAGED}.alloc_extend", ("wrong_last_loc", 0)),
             ("alloc_decode after another slot", f"{PAGED}.alloc_decode", ("wrong_last_loc", 0)),
+            ("alloc_extend after a slot in page 0", f"{PAGED}.alloc_extend",
+                ("last_loc_outside", 0)),
+            ("alloc_decode after a slot in page 0", f"{PAGED}.alloc_decode",
+                ("last_loc_outside", 0)),
         )),
     (AllocatorMisuseDriver, "REFUSE", "free of a negative slot: was accepted", patch(
         f"{BASE}.free", lambda original: lambda self, index: None if index.min() < 0

@@ -1,9 +1,11 @@
 """Other people's functions on trial: by name, by parameters, over tables of addresses."""
 
 import ctypes
+import random
+import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +16,10 @@ from refcache import reference
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
 from refcache.oracle.ops_target import OpsTarget, address_tables, ops_target, without_cap
+from refcache.oracle.shrink import simpler_values
 from refcache.oracle.target import Target
 from refcache.reference import cases
+from refcache.reference.alloc_cases import AllocCase, random_alloc_case
 from refcache.testing import run_suite
 
 
@@ -112,6 +116,75 @@ def test_what_is_no_tensor_and_an_exit():
     assert (result.failure.rule, "NoneType" in result.failure.evidence) == ("OP2", True)
     result = verdict(OpsTarget(SimpleNamespace(alloc_decode=lambda *args: sys.exit(3))))
     assert (result.failure.rule, "SystemExit" in result.failure.evidence) == ("crash", True)
+
+
+@pytest.mark.parametrize("op", ["alloc_extend", "alloc_decode"])
+def test_slots_of_32_bits_are_found_and_the_case_is_small(op):
+    narrow = SimpleNamespace(**{op: lambda *args: getattr(reference, op)(*args).int()})
+    result = verdict(OpsTarget(narrow))
+    assert result.failure.rule == "OP2"
+    assert "slots torch.int32 [" in result.failure.evidence
+    assert "should be int64 [" in result.failure.evidence
+    assert re.search(r"seq=\(\d+,\)", result.failure.steps[-1])  # one request is enough
+
+
+def fails_for_narrow_lengths(seq_lens, *rest):
+    return reference.alloc_decode(seq_lens, *rest) + (seq_lens.dtype == torch.int32)
+
+
+def test_what_needs_its_dtype_keeps_it_while_the_case_shrinks():
+    result = verdict(OpsTarget(SimpleNamespace(alloc_decode=fails_for_narrow_lengths)))
+    assert result.failure.rule == "OP2"
+    assert "dtype=torch.int32" in result.failure.steps[-1]
+    assert re.search(r"seq=\(\d+,\)", result.failure.steps[-1])
+
+
+def of_allocation(rng):
+    case = random_alloc_case(rng)
+    return case, lambda c: (len(c.seq), len(c.free))
+
+
+def of_transfer(rng):
+    case = cases.random_case(rng)
+    plain = cases.TransferCase()
+    given = [f.name for f in fields(case)]
+
+    def size(c):
+        changed = [getattr(c, n) for n in given if getattr(c, n) != getattr(plain, n)]
+        return len(changed), sum(weight(value) for value in changed)
+
+    return case, size
+
+
+def weight(value):
+    """Grows with an integer, a length and what is inside."""
+    if isinstance(value, tuple):
+        return 1 + sum(1 + weight(item) for item in value)
+    return value if isinstance(value, int) else 0
+
+
+@pytest.mark.parametrize("drawn", [of_allocation, of_transfer])
+def test_every_simpler_case_is_smaller_and_valid_so_shrinking_ends(drawn):
+    rng = random.Random(5)
+    scope = {"AllocCase": AllocCase, "TransferCase": cases.TransferCase, "torch": torch}
+    for _ in range(60):
+        case, size = drawn(rng)
+        steps = 0
+        while simpler := list(simpler_values(case)):
+            for one in simpler:
+                assert size(one) < size(case), (one, case)
+                assert eval(repr(one), scope) == one  # valid, and printed as code
+                if drawn is of_allocation:
+                    assert (one.dtype, one.page_size) == (case.dtype, case.page_size)
+                    assert (one.prefix is None) == (case.prefix is None)
+            case = rng.choice(simpler)
+            steps += 1
+        assert steps < 400
+        if drawn is of_transfer:
+            assert case == cases.TransferCase()
+        else:
+            assert len(case.seq) <= 1
+            assert not case.free
 
 
 def test_a_custom_op_is_known_by_its_function():

@@ -103,6 +103,18 @@ class AllocatorMisuseDriver(AllocatorDriver):
             what = "alloc_decode after another slot"
             must_refuse(self, what, self.subject.alloc_decode, lens, lens, last)
 
+    @step
+    def last_loc_outside(self, index: int) -> None:
+        """``last_loc`` fits the length, but is in the dummy page, or in the page after the last."""
+        if self.page_size > 1 and self.sequences:
+            old = self.sequences[index % len(self.sequences)]
+            lens, offset = torch.tensor([len(old) + 1]), (len(old) - 1) % self.page_size
+            for page, where in ((0, "in page 0"), (self.config.pages + 1, "past the pool")):
+                last = page * self.page_size + offset
+                self._refuses_growth(f"alloc_extend after a slot {where}", old, 1, last, 1)
+                args = (self.subject.alloc_decode, lens, lens, torch.tensor([last]))
+                must_refuse(self, f"alloc_decode after a slot {where}", *args)
+
     def _refuses(self, what: str, slots: Sequence[int]) -> None:
         must_refuse(self, what, self.subject.free, torch.tensor(slots))
 

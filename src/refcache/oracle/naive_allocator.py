@@ -55,7 +55,8 @@ class NaiveAllocator:
     def _grow(self, rows: list[tuple[int, int, int]]) -> torch.Tensor | None:
         size = self.page_size
         for prefix, seq, last in rows:
-            if not 0 <= prefix <= seq or (prefix and (last + 1 - prefix) % size):
+            inside = size <= last < self.size + size and (last + 1 - prefix) % size == 0
+            if not 0 <= prefix <= seq or (prefix and not inside):
                 raise InvalidArgument(f"growth from {prefix} to {seq} tokens after slot {last}")
         pages = sorted(self._free)
         out: list[int] = []

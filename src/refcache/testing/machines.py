@@ -274,6 +274,10 @@ class AllocatorMisuseMachine(AllocatorMachine):
     def wrong_last_loc(self, index: int) -> None:
         self.d.wrong_last_loc(index)
 
+    @rule(index=index)
+    def last_loc_outside(self, index: int) -> None:
+        self.d.last_loc_outside(index)
+
 
 class TreeMisuseMachine(TreeMachine):
     """Suite ``tree.misuse``."""
