@@ -234,6 +234,11 @@ def not_kept(parts: Any) -> None:
     parts.tree.cache_controller._keep = lambda *given: None
 
 
+def not_loaded(parts: Any) -> None:
+    nothing("host_pool.load_to_device_per_layer")(parts)
+    nothing("host_pool.load_to_device_all_layer")(parts)
+
+
 def half(loaded: Any) -> Any:
     return loaded[0][:1], loaded[1]
 
@@ -294,8 +299,7 @@ HOST: list[tuple[str, str, Fault, str]] = [
         nothing("tree.loading_check"), f"{BURIED}; reload 0; settle"),
     ("C2", "host slot 0, layer 0, plane 0: it holds", nothing(
         "host_pool.backup_from_device_all_layer"), "insert (0,1); settle"),
-    ("C1", "device slot 3, layer 0, plane 0: it holds", nothing(
-        "host_pool.load_to_device_per_layer"), f"{BURIED}; reload 0; settle"),
+    ("C1", "device slot 3, layer 0, plane 0: it holds", not_loaded, f"{BURIED}; reload 0; settle"),
     ("C-READ", "token 0 is read from device slot 1, layer 0, plane 0: it holds",
         nothing("pool.set_kv_buffer"), "insert (0,1)"),
     ("P1", "3 of 4 tokens are free after everything was evicted", on("tree.evict", pinned),
