@@ -95,6 +95,24 @@ def prefix_tags(
     return token_terms(tokens, 0, namespace_tag(extra_key)).cumsum(0)
 
 
+def greedy(
+    token_ids: "Sequence[int] | array[int]",
+    count: int,
+    vocab_size: int,
+    extra_key: str | None = None,
+) -> list[int]:
+    """The ``count`` tokens that the stand-in model says after a prompt, from their definition.
+
+    >>> one, two = greedy([7, 8, 9], 2, 100)
+    >>> greedy([7, 8, 9, one], 1, 100) == [two]
+    True
+    """
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(int(prefix_tags(tokens, extra_key)[-1]) % vocab_size)
+    return tokens[len(token_ids) :]
+
+
 def element_code(layer: int, plane: int, column: int = 0) -> int:
     """The constant that (layer, plane, column) adds to a tag; a signed 64-bit integer."""
     return int(_mix(torch.tensor([(layer * 64 + plane) * 65536 + column + 1])))

@@ -17,7 +17,7 @@ from refcache.engine import (
     TokenizedGenerateReqInput,
 )
 from refcache.errors import DoubleFree, InvalidArgument, NotIdle
-from refcache.tags import prefix_tags
+from refcache.tags import greedy
 from refcache.types import ServerArgs
 
 VOCAB = 5
@@ -45,12 +45,8 @@ def request(rid, tokens, outputs=4, **more):
     return TokenizedGenerateReqInput(rid, tokens, SamplingParams(outputs), **more)
 
 
-def greedy(tokens, outputs, extra_key=None):
-    """What the model must say, from its definition alone."""
-    tokens = list(tokens)
-    for _ in range(outputs):
-        tokens.append(int(prefix_tags(tokens, extra_key)[-1]) % VOCAB)
-    return tokens[-outputs:]
+def said(tokens, outputs, extra_key=None):
+    return greedy(tokens, outputs, VOCAB, extra_key)
 
 
 def finish(scheduler, steps=500):
@@ -75,7 +71,7 @@ def test_outputs_are_the_model_s_whatever_the_cache_does(overlap, page, chunk):
         scheduler.submit(request(rid, tokens, 6))
     done = finish(scheduler)
     for rid, tokens in sent.items():
-        assert list(done[rid].output_ids) == greedy(tokens, 6)
+        assert list(done[rid].output_ids) == said(tokens, 6)
         assert done[rid].finished_reason == FINISH_LENGTH(6)
     assert any(r.cached_tokens for r in done.values())
     assert scheduler.model_runner.check.rows_checked > 0
@@ -117,14 +113,14 @@ def test_namespaces_share_nothing():
     for rid, key in (("a", None), ("b", "lora-1"), ("c", "lora-1")):
         scheduler.submit(request(rid, prompt(0, 10), 3, extra_key=key))
         done = finish(scheduler)
-        assert list(done[rid].output_ids) == greedy(prompt(0, 10), 3, key)
+        assert list(done[rid].output_ids) == said(prompt(0, 10), 3, key)
     assert [done[rid].cached_tokens for rid in "abc"] == [0, 0, 8]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_stop_token_ends_a_request(overlap):
     tokens = prompt(0, 6)
-    expected = greedy(tokens, 8)
+    expected = said(tokens, 8)
     stop = expected[3]
     first = expected.index(stop)
     scheduler = make(overlap)
@@ -156,7 +152,7 @@ def test_short_memory_retracts_and_outputs_stay(overlap):
     assert retracted
     assert scheduler.num_retracted_reqs == len(retracted)
     for i in range(4):
-        assert list(done[f"r{i}"].output_ids) == greedy([i, *prompt(i, 7)], 24)
+        assert list(done[f"r{i}"].output_ids) == said([i, *prompt(i, 7)], 24)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -175,7 +171,7 @@ def test_forced_retraction_changes_no_output(overlap):
     assert scheduler.num_retracted_reqs >= 3
     assert [r.retraction_count for r in done.values()] != [0, 0, 0]
     for i in range(3):
-        assert list(done[f"r{i}"].output_ids) == greedy(prompt(i, 9), 12)
+        assert list(done[f"r{i}"].output_ids) == said(prompt(i, 9), 12)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -190,10 +186,10 @@ def test_abort_at_every_step(overlap, after):
     scheduler.submit(AbortReq("gone"))
     done = finish(scheduler)
     assert done["gone"].finished_reason == FINISH_ABORT()
-    assert list(done["gone"].output_ids) == greedy(prompt(0, 18), 9)[: len(done["gone"].output_ids)]
-    assert list(done["other"].output_ids) == greedy(prompt(3, 5), 9)
+    assert list(done["gone"].output_ids) == said(prompt(0, 18), 9)[: len(done["gone"].output_ids)]
+    assert list(done["other"].output_ids) == said(prompt(3, 5), 9)
     scheduler.submit(request("again", prompt(0, 18), 9))
-    assert list(finish(scheduler)["again"].output_ids) == greedy(prompt(0, 18), 9)
+    assert list(finish(scheduler)["again"].output_ids) == said(prompt(0, 18), 9)
 
 
 def test_abort_at_a_chunk_boundary_computes_no_further_chunk():
@@ -223,7 +219,7 @@ def test_what_never_fits_is_refused_and_what_just_fits_runs():
     assert isinstance(done["long"].finished_reason, FINISH_ABORT)
     assert "prompt of 15 tokens: expected 1 to 14" in done["long"].finished_reason.message
     assert isinstance(done["empty"].finished_reason, FINISH_ABORT)
-    assert list(done["fits"].output_ids) == greedy(prompt(0, 14), 1)
+    assert list(done["fits"].output_ids) == said(prompt(0, 14), 1)
 
 
 def test_a_name_in_use_and_a_bad_token_are_errors():
@@ -264,8 +260,8 @@ def test_a_chunk_is_cut_to_what_is_free_and_gives_up_when_nothing_is(overlap):
     assert lengths == [16, 25, 33]
     scheduler.token_to_kv_pool_allocator.free(taken)
     done = finish(scheduler)
-    assert list(done["a"].output_ids) == greedy(prompt(1, 4), 13)
-    assert list(done["b"].output_ids) == greedy(prompt(2, 38), 2)
+    assert list(done["a"].output_ids) == said(prompt(1, 4), 13)
+    assert list(done["b"].output_ids) == said(prompt(2, 38), 2)
 
 
 def test_longest_prefix_first():
@@ -302,7 +298,7 @@ def test_without_a_radix_cache_nothing_is_kept(overlap):
     for rid in ("a", "b"):
         scheduler.submit(request(rid, prompt(0, 19), 5))
         done = finish(scheduler)
-        assert list(done[rid].output_ids) == greedy(prompt(0, 19), 5)
+        assert list(done[rid].output_ids) == said(prompt(0, 19), 5)
         assert done[rid].cached_tokens == 0
     assert scheduler.token_to_kv_pool_allocator.available_size() == 64
 
@@ -315,7 +311,7 @@ def test_many_short_requests_between_two_decodes_leave_a_future_alone():
     for i in range(40):
         scheduler.submit(request(f"r{i}", prompt(i, 3), 1))
     done = finish(scheduler)
-    assert list(done["long"].output_ids) == greedy(prompt(0, 5), 6)
+    assert list(done["long"].output_ids) == said(prompt(0, 5), 6)
 
 
 def test_committed_length_is_asked_once():
@@ -332,7 +328,7 @@ def test_kv_is_not_kept_on_demand():
     args = ServerArgs(max_total_tokens=64, context_length=64, max_running_requests=2)
     scheduler = Scheduler(args, ModelConfig(vocab_size=VOCAB), keep_kv=False)
     scheduler.submit(request("a", prompt(0, 9), 5))
-    assert list(finish(scheduler)["a"].output_ids) == greedy(prompt(0, 9), 5)
+    assert list(finish(scheduler)["a"].output_ids) == said(prompt(0, 9), 5)
     assert scheduler.model_runner.token_to_kv_pool is None
     assert scheduler.model_runner.check.rows_checked == 0
 
@@ -355,7 +351,7 @@ def test_any_pool_that_holds_words(model, kv_cache_dtype):
         return
     scheduler = make(model=model, kv_cache_dtype=kv_cache_dtype)
     scheduler.submit(request("a", prompt(0, 9), 5))
-    assert list(finish(scheduler)["a"].output_ids) == greedy(prompt(0, 9), 5)
+    assert list(finish(scheduler)["a"].output_ids) == said(prompt(0, 9), 5)
 
 
 def test_prompts_may_come_as_arrays_and_are_not_changed():

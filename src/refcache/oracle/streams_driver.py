@@ -13,14 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
-from refcache.errors import RefcacheError
+from refcache.engine import (
+    ContentViolation,
+    ModelConfig,
+    SamplingParams,
+    Scheduler,
+    TokenizedGenerateReqInput,
+)
 from refcache.oracle.driver import Driver, step
 from refcache.oracle.edges import EDGES, edge
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.violation import Violation
 from refcache.runtime import DeadIndex, RaceFound, SimulatedRuntime, Tracker, drawn
-from refcache.tags import prefix_tags
+from refcache.tags import greedy
 from refcache.types import ServerArgs
 
 VOCAB = 3
@@ -108,10 +113,9 @@ class StreamsDriver(Driver):
         self._ordered(machine.synchronize)
         self.require(scheduler.is_idle(), "PROGRESS", f"requests are left after {MAX_STEPS} steps")
         for req in scheduler.finished_reqs:
-            expected = list(req.origin_input_ids)
-            for _ in range(outputs):
-                expected.append(int(prefix_tags(expected)[-1]) % VOCAB)
-            seen = [*req.origin_input_ids, *req.output_ids]
+            prompt = list(req.origin_input_ids)
+            expected = prompt + greedy(prompt, outputs, VOCAB)
+            seen = [*prompt, *req.output_ids]
             self.require(
                 seen == expected, "C-READ", f"{req.rid} answered {seen}, expected {expected}"
             )
@@ -124,10 +128,8 @@ class StreamsDriver(Driver):
                 raise Violation("X5", str(error)) from error
             except DeadIndex as error:
                 raise Violation("LIFE", str(error)) from error
-            except RefcacheError as error:
-                if type(error).__name__ == "ContentViolation":
-                    raise Violation("C-READ", str(error)) from error
-                raise
+            except ContentViolation as error:
+                raise Violation("C-READ", str(error)) from error
 
         return self.on_target(call)
 
