@@ -2,7 +2,7 @@
 
 Defined by :func:`refcache.reference.transfer.load_layers`: small loads are bound by launches, so
 all layers go in one, and a layer's arrival is a flag in device memory instead of an event. On CUDA
-a stream waits for the flag with :func:`refcache_ops.stream.wait_flag`. Host memory that is not
+a stream waits for the flag with :func:`refcache_ops.driver.wait_flag`. Host memory that is not
 pinned goes through a copy that blocks the caller.
 """
 
