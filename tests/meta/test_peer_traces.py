@@ -1,21 +1,20 @@
 """A recorded trace of an unmodified two-tier cache of SGLang 0.5.10: judged ok; six illegal changes
 of it are found, at their record or the first later one that depends on it; legal ones stay ok.
 
-The recording and the changes are those of ``tests/property/test_trace.py``, which applies them to
-refcache's own caches.
+The recording and the changes are those that ``tests/property/test_trace.py`` applies to refcache's
+own caches.
 """
 
-import importlib.util
 import os
 import random
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import refcache
+import trace_changes as changes
 from refcache.oracle import HiCacheDriver, TreeDriver, peers, resolve
 from refcache.oracle.trace.file import read_trace
 from refcache.oracle.trace.judge import judge_lines, judge_trace
@@ -32,25 +31,11 @@ SIX = (
 )
 
 
-def _load() -> ModuleType:
-    path = Path(__file__).parents[1] / "property" / "test_trace.py"
-    spec = importlib.util.spec_from_file_location("trace_changes", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-changes: Any = _load()
-PAGE: int = changes.PAGE
-
-
 def record(folder: Path, seed: int, steps: int = 400) -> Path:
     """A random workload on ``HiRadixCache`` with write_through, recorded."""
     driver = HiCacheDriver(
         resolve("sglang:0.5.10"),
-        page_size=PAGE,
+        page_size=changes.PAGE,
         size=32,
         host_size=48,
         write_policy="write_through",
@@ -87,7 +72,10 @@ def test_the_release_is_judged_ok(path: Path) -> None:
 def one_tier(tmp_path_factory: pytest.TempPathFactory, path: Path) -> Any:
     """``RadixCache`` with events, in one namespace: 0.5.10 names pages without it (B39)."""
     driver = TreeDriver(
-        resolve("sglang:0.5.10+events"), page_size=PAGE, size=96, enable_kv_cache_events=True
+        resolve("sglang:0.5.10+events"),
+        page_size=changes.PAGE,
+        size=96,
+        enable_kv_cache_events=True,
     )
     where = tmp_path_factory.mktemp("events") / "t.jsonl"
     with refcache.record(driver.tree, where):
@@ -134,8 +122,8 @@ def test_another_free_page_is_legal(trace: Any) -> None:
 
 
 def test_another_victim_is_legal(one_tier: Any) -> None:
-    changes.test_another_victim_is_legal(one_tier)
+    changes.another_victim_is_legal(one_tier)
 
 
 def test_another_split_point_is_legal(one_tier: Any) -> None:
-    changes.test_another_split_point_is_legal(one_tier)
+    changes.another_split_point_is_legal(one_tier)

@@ -2,15 +2,15 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ranks_program
+from ranks_program import decided, scheduler_of
 from refcache.engine import SamplingParams, TokenizedGenerateReqInput
 from refcache.errors import InvalidArgument
 from refcache.oracle import Violation, resolve
@@ -22,9 +22,6 @@ from refcache.testing import hunt, run_suite
 from refcache.tree.consensus import SingleRank, consensus_of
 from refcache.types import WRITE_POLICIES
 
-PROGRAM = Path(__file__).parent / "ranks_program.py"
-SHARED = runpy.run_path(str(PROGRAM))
-scheduler_of, decided = SHARED["scheduler_of"], SHARED["decided"]
 WRITES = "writing_check > _finished_everywhere"
 LOADS = "loading_check > _finished_everywhere"
 
@@ -193,7 +190,7 @@ def test_without_agreement_schedulers_drift_apart(bug):
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_decide_the_same_and_drift_apart_without_agreement(count, tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [sys.executable, "-m", *torchrun, str(PROGRAM), str(tmp_path)]
+    command = [sys.executable, "-m", *torchrun, str(ranks_program.__file__), str(tmp_path)]
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
