@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import refcache_ops
+from graph_counter import Graphs
 from refcache.errors import InvalidArgument
 from refcache.reference import case_check, cases
 
@@ -44,15 +45,6 @@ def test_opcheck_with_pinned_clones() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) > 0  # launches of the copy kernel
-
-
-class Graphs:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.count += 1
-        return graph.forward
 
 
 @pytest.fixture

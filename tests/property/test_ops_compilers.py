@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import refcache_ops
+from graph_counter import Graphs
 from refcache.reference import case_check, cases
 
 OP = torch.ops.refcache
@@ -26,17 +27,6 @@ def test_opcheck_allocs() -> None:
     extend = (t([2, 0]), t([11, 4]), t([5, -1]), t([3, 4, 5, 6]), 4, 13)
     torch.library.opcheck(OP.alloc_extend.default, extend)
     torch.library.opcheck(OP.alloc_decode.default, (t([2, 5]), t([5, 8]), t([3, 4]), 4))
-
-
-class Graphs:
-    """A backend that counts the graphs it is given and runs them as they are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.count += 1
-        return graph.forward
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import refused
 from refcache.cli.main import main
 from refcache.cli.workers import Hunt, Run
 from refcache.oracle.planted import all_bugs, find
@@ -232,7 +233,7 @@ def test_exact_judges_a_target_that_does_not_declare_it(
     [
         (["--suite", "nope"], "unknown suite 'nope': expected one of"),
         (["--planted", "nope"], "unknown planted bug 'nope': expected one of abort-"),
-        (["--planted", "evict-to-much"], "bug 'evict-to-much': did you mean 'evict-too-much'?\n"),
+        (["--planted", "evict-to-much"], "bug 'evict-to-much': did you mean 'evict-too-much'?"),
         (["--max-examples", "0"], "Invalid value for '--max-examples'"),
         (["--seed", "x"], "Invalid value for '--seed'"),
         (["nope"], "target 'nope': expected one of refcache, naive, sglang[:VERSION], pkg"),
@@ -261,11 +262,7 @@ def test_wrong_call(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "file").touch()
     (tmp_path / "broken_target.py").write_text("1 / 0")
-    assert main(["check", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert len(captured.err.splitlines()) == 1
+    assert words in refused(["check", *arguments], capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken_target.py", "file"]
 
 
