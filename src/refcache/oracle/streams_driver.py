@@ -85,17 +85,18 @@ class StreamsDriver(Driver):
         host_pages: int = 1,
         outputs: int = 3,
         retract_at: int = -1,
+        size: int = 24,
     ) -> None:
         """Serve prompts with the overlap loop over two tiers."""
         machine = SimulatedRuntime(drawn(choices), Tracker())
         args = ServerArgs(
             page_size=page_size,
-            max_total_tokens=24,
+            max_total_tokens=size,
             max_running_requests=2,
             context_length=32,
             chunked_prefill_size=4,
             enable_hierarchical_cache=True,
-            hicache_ratio=1 + host_pages * page_size / 24,
+            hicache_ratio=1 + host_pages * page_size / size,
             hicache_write_policy=write_policy,
         )
         model = ModelConfig(num_hidden_layers=2, vocab_size=VOCAB)

@@ -45,6 +45,8 @@ class DriverMachine(RuleBasedStateMachine):
     make: type[Any]
     opening: ClassVar[tuple[Call, ...]] = ()
     """A fixed program, with the default configuration, run once before the drawn ones."""
+    steps: ClassVar[int] = 50
+    """Of a case, at most."""
 
     def start_driver(self, driver: Driver) -> None:
         self.driver = driver

@@ -58,7 +58,7 @@ SUITES: dict[str, Suite] = {
         Suite("tree.exact", TreeExactMachine, TreeDriver.needs | EXACT, 0.5),
         Suite("loop.state", LoopMachine, LoopDriver.needs, 0.4),
         Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.4),
-        Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.03),
+        Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.1),
         Suite("hicache.ranks", RanksMachine, RanksDriver.needs, 0.1),
         Suite("ops.transfer", OpsMachine, OpsDriver.needs, 0.1),
     )

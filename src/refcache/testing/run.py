@@ -24,8 +24,6 @@ from refcache.testing.registry import EXACT, SUITES
 
 MAX_EXAMPLES = 100
 HUNT_EXAMPLES = 1000
-STEPS = 50
-"""Steps a case, at most."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,8 @@ def run_suite(
     """Run one suite on a target.
 
     Args:
-        max_examples: cases to draw, times the suite's share; each has up to ``STEPS`` steps.
+        max_examples: cases to draw, times the suite's share; each has up to as many steps as
+            its machine says (``DriverMachine.steps``).
         seed: chooses the cases.
         shrink: look for the smallest failing program. It takes seconds.
         profile: whose choices an exact suite holds the target to, declared ``exact`` or not; by
@@ -228,7 +227,7 @@ def _run(machine: type[DriverMachine], max_examples: int, number: int) -> None:
         seed(number)(machine),
         settings=settings(
             max_examples=max_examples,
-            stateful_step_count=STEPS,
+            stateful_step_count=machine.steps,
             database=None,
             deadline=None,
             derandomize=False,
