@@ -29,6 +29,7 @@ def test_any_free_page_is_a_legal_answer() -> None:
         ((2,), (9,), True),  # the last one
         ((1, 0), (2, -1), True),
         ((2, 0), (9, -1), True),
+        ((), (), True),
         ((2,), (1,), False),  # the last slot of the dummy page
         ((1,), (10,), False),  # the first slot past the pool
         ((2, 0), (1, -1), False),
@@ -43,7 +44,7 @@ def test_last_loc_is_the_slot_of_the_last_token(
     target: str, prefix: tuple[int, ...], last: tuple[int, ...], legal: bool
 ) -> None:
     allocator = resolve(target).allocator(CacheConfig(page_size=2, size=8))
-    before, where = torch.tensor(prefix), torch.tensor(last)
+    before, where = torch.tensor(prefix, dtype=torch.int64), torch.tensor(last, dtype=torch.int64)
     extend = (before, before, before + 1, before + 1, where, len(prefix))
     decode = (before + 1, before + 1, where)
     for grow, given in ((allocator.alloc_extend, extend), (allocator.alloc_decode, decode)):
