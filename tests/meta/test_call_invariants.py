@@ -337,7 +337,7 @@ HOST: list[tuple[str, str, Fault, str]] = [
         f"write_back; {BURIED_BELOW}; evict 1"),
     ("W1", "has no host copy after 1 hits of 1", nothing("tree.write_backup", 0), "insert (0,)"),
     ("W1", "node [2] has no host copy after 1 hits of 1", on("tree.write_backup", not_of_2),
-        f"{FULL}; insert (1,); insert (2,)"),
+        f"{FULL}; insert (0,1); insert (2,)"),
     ("X5", "", no_getter, f"delay; {BURIED}; readmit 0, 1; settle"),
     ("X5", "", no_fence, "delay; insert (0,1,2); settle; evict 3; admit (1,2,1); abort 0; "
         "reload 0"),
@@ -407,7 +407,7 @@ def test_the_reference_passes(driver: Any, program: str) -> None:
         f"{BURIED}; reload 0, 2; settle",
         f"{BURIED}; reload 0, 3; settle",
         # hit and quota are 2, but the load newly pins the token that it hangs from
-        f"{BURIED_BELOW}; insert (0,1,1); settle; evict 2; reload 0, 2; settle",
+        f"{BURIED_BELOW}; insert (0,1,1); settle; evict 2; reload 1, 2; settle",
         f"{BURIED_BELOW}; reload 0; settle; wind_down",
         f"write_back; {BURIED_BELOW}; settle; wind_down",
         f"reentrant; {BURIED_BELOW}; reload 0; settle; wind_down",
