@@ -20,7 +20,14 @@ from refcache.allocator import TokenToKVPoolAllocator
 from refcache.controller import HiCacheController
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
 from refcache.errors import DoubleFree, NotProtected
-from refcache.oracle import CacheConfig, HiCacheDriver, StreamsDriver, Violation, resolve
+from refcache.oracle import (
+    CacheConfig,
+    HiCacheDriver,
+    LoopDriver,
+    StreamsDriver,
+    Violation,
+    resolve,
+)
 from refcache.oracle.planted import find, streams
 from refcache.pool.host_slots import HostSlots
 from refcache.runtime import SimulatedRuntime, eager, lazy
@@ -233,6 +240,40 @@ def test_one_request_counts_twice_unless_hits_are_per_request(hit_policy, kept):
     d.settle()
     d.evict(16)
     assert on_host(d, (0, 1, 2, 0)) == kept
+
+
+LOOP = {
+    # name: (configuration, calls, the planted bug that models it)
+    "B20-draft-slots-not-recorded": (
+        {}, (("submit", (0, 1), 4), ("submit", (1, 2), 4), ("run", 6)), "draft-slots-not-recorded",
+    ),
+    "B32-tail-released-twice": (
+        {"page_size": 2}, (("submit", (0, 1), 2), ("run", 4)), "tail-released-twice",
+    ),
+    "B34-chunk-computed-again": (
+        {"chunk_pages": 1}, (("submit", (0, 1, 2), 1, "a"), ("run", 3)), "chunk-computed-again",
+    ),
+    "B39-looked-up-without-its-namespace": (
+        {}, (("submit", (0, 1, 2)), ("run", 3), ("submit", (0, 1, 2, 0), 1, "a"), ("run", 2)),
+        "request-key-without-namespace",
+    ),
+}  # fmt: skip
+
+
+def run_loop(name):
+    config, calls, _ = LOOP[name]
+    d = LoopDriver(resolve("refcache"), **config)
+    for call, *args in calls:
+        getattr(d, call)(*args)
+    d.wind_down()
+
+
+@pytest.mark.parametrize("name", LOOP)
+def test_the_loop_passes_and_its_planted_bug_fails(name):
+    run_loop(name)
+    with find(LOOP[name][2]).active(), pytest.raises(Violation) as caught:
+        run_loop(name)
+    assert caught.value.id != "crash"
 
 
 def decode_after_a_load(delay=True):
