@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from refcache.oracle.driver import step
 from refcache.oracle.hicache_calls import HiCacheCalls
 
+FRESH = 100  # tokens from here on are in no prompt that is drawn
+
 
 class HiCacheDriver(HiCacheCalls):
     """See the module docstring."""
@@ -48,6 +50,12 @@ class HiCacheDriver(HiCacheCalls):
         known = self._on_host_only(which)
         if known is not None:
             self._load_back(*known, quota, start)
+
+    @step
+    def fill(self) -> None:
+        """Admit a request with a prompt that nobody had, as long as all the room there is."""
+        room = int(self.on_target(self.allocator.available_size)) + self._evictable()
+        self._admit((self._names + FRESH,) * room, None, None, 0)
 
     @step
     def start_loads(self) -> None:

@@ -134,6 +134,7 @@ class RanksDriver(Driver):
     reset = _on_every_rank("reset")
     load_back = _on_every_rank("load_back")
     readmit = _on_every_rank("readmit")
+    fill = _on_every_rank("fill")
     reload = _on_every_rank("reload")
     start_loads = _on_every_rank("start_loads")
     poll = _on_every_rank("poll")

@@ -152,9 +152,10 @@ PAIRS = ((3, 1), (0, 5), (6, 2))
 
 
 def awkward_cases(op: str) -> Iterator[TransferCase]:
-    """Nothing to move; buffers of their own for each layer; several tiles, the last one partial."""
+    """Nothing to move; buffers of their own for each layer, and planes that differ in width;
+    several tiles, the last one partial."""
     yield TransferCase(op, pairs=())
-    yield TransferCase(op, form="list", layer_num=3, layers=(1, 2))
+    yield TransferCase(op, form="list", heads=((2, 8), (2, 6)), layer_num=3, layers=(1, 2))
     pairs = tuple(((7 * i) % 25, (5 * i + 1) % 24) for i in range(24))
     for layout in ("layer_first", "page_head"):
         yield TransferCase(

@@ -33,6 +33,7 @@ class HiCacheMachine(DriverMachine):
     d: HiCacheDriver
 
     admit = TreeMachine.admit
+    admit_twins = TreeMachine.admit_twins
     proceed = TreeMachine.proceed
     cache = TreeMachine.cache
     decode = TreeMachine.decode
@@ -113,6 +114,33 @@ class HiCacheMachine(DriverMachine):
         self.d.settle()
         self.d.evict(num_tokens)
         self.d.reload(which)
+
+    @rule(tokens=prompts, count=st.integers(3, 5))
+    def insert_side_by_side(self, tokens: Any, count: int) -> None:
+        """Short nodes one after the other: their writes run at the same time."""
+        for first in range(count):
+            self.d.insert((first, *tokens[:4]))
+
+    @rule(tokens=prompts, keep=st.integers(1, 15), running=st.booleans())
+    def load_into_full(self, tokens: Any, keep: int, running: bool) -> None:
+        """A load from the host when what it hangs from, and perhaps one more node that was never
+        written, are all that could make room for it on the device."""
+        while self.d.holds:
+            self.d.unhold(0)
+        while self.d.requests:
+            self.d.abort(0)
+        self.d.insert(tokens)
+        self.d.insert(tokens)  # write_through_selective writes at the second visit
+        self.d.settle()
+        self.d.evict(self.d.config.size)
+        self.d.insert(tokens[:keep])
+        self.d.hold(tokens[:keep])
+        self.d.load_back(tokens, None, 0)
+        self.d.fill()
+        if not running:
+            self.d.finish(0)
+        self.d.unhold(0)
+        self.d.load_back(tokens)
 
     @rule(tokens=prompts, extra_key=namespaces, quota=quotas, start=st.booleans())
     def load_back(self, tokens: Any, extra_key: Any, quota: Any, start: bool) -> None:

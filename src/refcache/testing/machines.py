@@ -138,6 +138,14 @@ class TreeMachine(DriverMachine):
     def admit(self, tokens: Any, extra_key: Any, chunk: Any, priority: int) -> None:
         self.d.admit(tokens, extra_key, chunk, priority)
 
+    @rule(tokens=prompts, extra_key=namespaces, chunk=chunks)
+    def admit_twins(self, tokens: Any, extra_key: Any, chunk: Any) -> None:
+        """Two requests compute the same prompt; what the second caches is there already."""
+        for _ in range(2):
+            self.d.admit(tokens, extra_key, chunk)
+        for which in range(len(self.d.requests)):
+            self.d.cache(which)
+
     @precondition(lambda self: any(not r.prefilled for r in self.d.requests))
     @rule(index=index, chunk=chunks)
     def proceed(self, index: int, chunk: Any) -> None:

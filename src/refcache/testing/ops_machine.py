@@ -1,6 +1,6 @@
 """Suite ``ops.transfer``: calls of the ops, drawn and fixed ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 from hypothesis import strategies as st
@@ -9,21 +9,32 @@ from hypothesis.stateful import initialize, precondition, rule
 from refcache.oracle.driver import Call
 from refcache.oracle.ops_driver import OpsDriver
 from refcache.reference import alloc_cases, cases
+from refcache.reference.cases import TransferCase
 from refcache.testing.machines import DriverMachine
 
 randoms = st.randoms(use_true_random=False)
 
 
 def fixed_cases() -> Iterator[Call]:
-    """What is too large to be drawn often: several tiles, 2^31 elements, long batches."""
-    for alloc in alloc_cases.long_alloc_cases():
+    """What is too large to be drawn often: several tiles, 2^31 elements, long batches.
+
+    What takes long comes late, so that a planted bug is soon found; what has no guards around its
+    buffers comes after what has, so that it is found alive.
+    """
+    *quick, longest = alloc_cases.long_alloc_cases()
+    for alloc in quick:
         yield "slots", (alloc,)
-    kinds = [[*cases.awkward_cases(op), *cases.row_bytes_cases(op)] for op in cases.OPS]
-    for alike in zip(*kinds, strict=True):
-        for case in alike:
-            yield "transfer", (case,)
+    yield from _for_each_op(cases.awkward_cases)
     for op in cases.OPS:
         yield "far", (op,)
+    yield "slots", (longest,)
+    yield from _for_each_op(cases.row_bytes_cases)
+
+
+def _for_each_op(kind: Callable[[str], Iterator[TransferCase]]) -> Iterator[Call]:
+    for alike in zip(*map(kind, cases.OPS), strict=True):
+        for case in alike:
+            yield "transfer", (case,)
 
 
 class OpsMachine(DriverMachine):
