@@ -10,7 +10,7 @@ from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import TreeDriver, Violation, resolve
 from refcache.oracle.planted import PlantedBug, all_bugs, find, smoke
 from refcache.oracle.violation import switched_off, without_rules
-from refcache.testing import hunt
+from refcache.testing import Failure, SuiteResult, hunt
 
 ONE_TIER = [bug for bug in all_bugs() if bug.suite.split(".")[0] in ("allocator", "tree", "loop")]
 
@@ -21,6 +21,28 @@ def test_caught(bug: PlantedBug) -> None:
     assert caught.smoke, "the smoke test sees it"
     assert caught.used, "the patched code was not executed"
     assert caught.by not in ("", "crash"), caught.failure and caught.failure.text
+
+
+@pytest.mark.parametrize(
+    "name", ["load-leaves-ancestor", "load-quota-ignored", "revived-stays-host-leaf"]
+)
+def test_what_random_calls_seldom_reach_is_drawn_on_purpose(name: str) -> None:
+    caught = hunt(find(name))
+    assert caught.counts
+    assert caught.cases <= 30
+
+
+@pytest.mark.parametrize(("checked", "by"), [("A4", "A4"), (None, "crash")])
+def test_an_exception_is_hunted_past(
+    checked: str | None, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str, *_: object, **__: object) -> SuiteResult:
+        rule = checked if switched_off("crash") else "crash"
+        failure = Failure(rule, "", "", (), "") if rule else None
+        return SuiteResult(name, 3, 9, "violation" if rule else "ok", failure)
+
+    monkeypatch.setattr("refcache.testing.run.run_suite", run)
+    assert hunt(find("row-lost")).by == by
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,20 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert first != other
 
 
+def test_cases_are_fresh_draws() -> None:
+    """Hardly two of many cases begin alike, as mutations of one drawn case do."""
+    made: list[Any] = []
+
+    class Sees(OnlyAllocator):
+        def allocator(self, config: Any) -> NaiveAllocator:
+            made.append(config)
+            return super().allocator(config)
+
+    result = run_suite("allocator.state", Sees(), max_examples=60)
+    assert 60 <= result.cases <= 80
+    assert len(set(made)) >= 25  # of 48
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

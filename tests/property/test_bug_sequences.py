@@ -437,3 +437,13 @@ def test_a_device_page_freed_twice_is_refused(monkeypatch):
     assert freed_again() == 8
     monkeypatch.setattr(TokenToKVPoolAllocator, "free", TokenToKVPoolAllocator._give_back)
     assert freed_again() == 9
+
+
+def test_fill_takes_all_the_room_that_is_not_locked() -> None:
+    d = HiCacheDriver(resolve("refcache"), size=8)
+    d.insert((0, 1))
+    d.hold((0, 1))
+    d.insert((1, 1, 1))
+    d.fill()
+    assert [len(req.origin_input_ids) for req in d.requests] == [6]
+    assert d.allocator.available_size() == d.tree.evictable_size() == 0

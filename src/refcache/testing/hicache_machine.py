@@ -17,6 +17,7 @@ from refcache.testing.strategies import (
     chunks,
     hicache_configs,
     index,
+    long_prompts,
     namespaces,
     priorities,
     prompts,
@@ -121,7 +122,7 @@ class HiCacheMachine(DriverMachine):
         for first in range(count):
             self.d.insert((first, *tokens[:4]))
 
-    @rule(tokens=prompts, keep=st.integers(1, 15), running=st.booleans())
+    @rule(tokens=long_prompts, keep=st.sampled_from([1, 2, 4, 4, 15]), running=st.booleans())
     def load_into_full(self, tokens: Any, keep: int, running: bool) -> None:
         """A load from the host when what it hangs from, and perhaps one more node that was never
         written, are all that could make room for it on the device."""
