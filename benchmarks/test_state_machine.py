@@ -16,7 +16,6 @@ from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from refcache.oracle import HiCacheDriver, resolve
 from refcache.testing.hicache_machine import HiCacheMachine
 from refcache.testing.machines import Tally, machine_for
-from refcache.testing.run import STEPS
 from refcache.testing.strategies import hicache_configs
 
 TARGET = 500
@@ -44,8 +43,8 @@ def test_steps_a_second(benchmark: Any, page_size: int) -> None:
     tally = Tally()
     machine = seed(0)(machine_for(Timed, resolve("refcache"), tally))
     config = settings(
-        max_examples=COUNTED // STEPS * 2,
-        stateful_step_count=STEPS,
+        max_examples=COUNTED // HiCacheMachine.steps * 2,
+        stateful_step_count=HiCacheMachine.steps,
         database=None,
         deadline=None,
         phases=(Phase.generate,),

@@ -444,6 +444,7 @@ def test_fill_takes_all_the_room_that_is_not_locked() -> None:
     d.insert((0, 1))
     d.hold((0, 1))
     d.insert((1, 1, 1))
+    d.settle()  # while they are written, nodes are locked
     d.fill()
     assert [len(req.origin_input_ids) for req in d.requests] == [6]
     assert d.allocator.available_size() == d.tree.evictable_size() == 0
