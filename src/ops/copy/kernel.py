@@ -23,6 +23,8 @@ from refcache_ops._launch import interpreted, launch
 from refcache_ops.copy.plan import Transfer
 
 SMALL_BLOCK = 1024  # units a tile when programs are plenty
+FLAG_BLOCK = 512  # when a small load raises flags: a layer is there sooner after its last byte
+FLAG_UNITS = 1 << 22  # units of a load that is small in this sense
 LARGE_BLOCK = 4096  # when a cap leaves few programs, each keeps more bytes in flight
 UNITS_A_WARP = 256
 MAX_PROGRAMS = 128  # without a cap: more do not make the link faster
@@ -160,6 +162,8 @@ def run(
             flags[first_layer : first_layer + layers] += FLAG_EPOCH
         return
     block = LARGE_BLOCK if 0 < max_programs < 8 else SMALL_BLOCK
+    if flags is not None and layers * items * sum(plan.row) < FLAG_UNITS:
+        block = FLAG_BLOCK
     tiles = layers * sum(-(-items * row // block) for row in plan.row)
     host_side: tuple[Any, ...] = (
         transfer.host, host_indices.contiguous(), plan.host, plan.page, False,
