@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import environment
 from refcache.cli.main import main
 from refcache.oracle import resolve
 from refcache.testing import run_suite
@@ -44,12 +45,11 @@ def test_its_report_runs_from_an_empty_folder(
     arguments = ["check", "double_handout:MyTarget", "--suite", "allocator", "--json"]
     assert main([*arguments, "--report", str(tmp_path / "report")]) == 1
     row = json.loads(capsys.readouterr().out)["suites"][0]
-    paths = [str(EXAMPLES), *(path for path in sys.path if path)]
     (tmp_path / "empty").mkdir()
     done = subprocess.run(
         [sys.executable, tmp_path / "report" / row["folder"] / "repro.py"],
         cwd=tmp_path / "empty",
-        env={"PYTHONPATH": ":".join(paths)},
+        env=environment(EXAMPLES),
         capture_output=True,
         text=True,
     )

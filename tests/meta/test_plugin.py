@@ -1,12 +1,12 @@
 """The pytest plugin: options, expected failures, and nothing at all for everybody else."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from environment import environment
 from refcache.errors import InvalidArgument
 from refcache.testing import SUITES, Failure, SuiteResult
 from refcache.testing.xfails import Xfails, read_xfails
@@ -39,14 +39,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *options: str, **environment: str) -> tuple[int, str]:
+def run(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
     """Exit code and output of pytest over the packaged suites."""
     command = [sys.executable, "-m", "pytest", "-q", "-rsxX", "-p", "no:cacheprovider"]
-    paths = [str(folder), *(path for path in sys.path if path)]
     done = subprocess.run(
         [*command, "--pyargs", "refcache.testing", *options],
         cwd=folder,
-        env={"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200", **environment},
+        env=environment(folder, COLUMNS="200", **variables),
         capture_output=True,
         text=True,
     )
@@ -110,7 +109,7 @@ def test_loading_the_plugin_loads_nothing_heavy() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env=environment(),
         capture_output=True,
         text=True,
         check=True,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment
 from refcache.errors import InvalidArgument
 from refcache.oracle.trace import judge_trace
 from refcache.testing import campaign as c
@@ -144,7 +145,7 @@ def started(folder: Path, runs: int) -> Iterator[subprocess.Popen[bytes]]:
         yield subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=folder,
-            env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+            env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from command_line import refused
+from environment import environment
 from refcache.cli.main import main
 from refcache.oracle.request_trace import read_trace
 
@@ -89,7 +90,7 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str], code: int) -> No
         [sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "PYTHONUNBUFFERED": "1"},
+        env=environment(PYTHONUNBUFFERED="1"),
     )
     assert process.stdout is not None
     process.stdout.close()

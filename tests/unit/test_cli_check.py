@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from command_line import refused
+from environment import environment
 from refcache.cli.main import main
 from refcache.cli.workers import Hunt, Run
 from refcache.oracle.planted import all_bugs, find
@@ -112,7 +113,7 @@ def run_repro(folder: Path, empty: Path) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, folder / "repro.py"],
         cwd=empty,
-        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+        env=environment(),
         capture_output=True,
         text=True,
     )

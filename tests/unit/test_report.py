@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import environment
 from refcache.errors import InvalidArgument
 from refcache.oracle.report import write_failure
 from refcache.oracle.trace import judge_trace
@@ -69,7 +70,7 @@ def test_repro_runs_alone(broken: Path) -> None:
         capture_output=True,
         text=True,
         cwd=broken,
-        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+        env=environment(),
     )
     assert run.returncode == 1, run.stderr
     assert run.stdout.startswith("P1: ")
