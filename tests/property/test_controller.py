@@ -255,6 +255,17 @@ def test_layers_of_one_launch_are_signalled_each_on_its_own():
     assert ran(r)[-3:] == [f"load layer {layer}" for layer in (2, 0, 1)]
 
 
+def test_a_load_counts_with_all_its_tokens():
+    r = rig(layers=1)
+    r.host.small_load_bytes = 3 * r.host.size_per_token
+    for requests, name in ((1, "at once"), (2, "by layer")):
+        for _ in range(requests):
+            r.controller.load(backed_up(r, 7)[1])
+        events = r.controller.layer_done_counter.events[r.controller.start_loading()]
+        assert events.by_flags is (name == "at once"), name
+        r.controller.reset()
+
+
 def test_large_loads_have_a_launch_a_layer():
     r = rig()
     layer_bytes = 2 * r.host.size_per_token // 2

@@ -26,6 +26,7 @@ from refcache.pool import (
     host_pool_for,
 )
 from refcache.reference import LAYOUTS
+from refcache.reference.transfer import FLAG_EPOCH
 from refcache.runtime import ImmediateRuntime, Region, SimulatedRuntime, Tracker, eager, lazy
 from refcache.types import ServerArgs
 
@@ -344,6 +345,16 @@ def test_rows_come_back_bit_for_bit_and_nothing_else_changes(layout, kind, io_ba
         for plane, poison, save in zip(device.planes, poisoned, saved, strict=True):
             poison[layer, back] = save[layer, device_slots]
             assert torch.equal(plane.buffer, poison), layer
+    loaded = [plane.buffer.clone() for plane in device.planes]
+    fill(device, 5 * 10**6)
+    if io_backend == "kernel":
+        flags = host.runtime.flags(LAYERS)
+        host.load_to_device_all_layer(device, host_slots, back, flags, io_backend)
+        assert all(
+            torch.equal(p.buffer, want) for p, want in zip(device.planes, loaded, strict=True)
+        )
+        assert flags.epoch == 1
+        assert flags.values.tolist() == [FLAG_EPOCH] * LAYERS
 
 
 @settings(max_examples=30, deadline=None)
@@ -404,6 +415,15 @@ def test_bad_transfers_are_refused_before_the_launch():
         host.load_to_device_per_layer(host, two, two, 0, "kernel")
     with pytest.raises(InvalidArgument, match="planes"):
         host.load_to_device_per_layer(mla(), two, two, 0, "kernel")
+    for ours, theirs, pool, count, message in (
+        (two, one, device, LAYERS, "2 host and 1 device"),
+        (two.float(), two, device, LAYERS, "host_indices"),
+        (two, two, mla(), LAYERS, "planes"),
+        (two, two, device, LAYERS - 1, "2 flags: expected 3"),
+    ):
+        flags = host.runtime.flags(count)
+        with pytest.raises(InvalidArgument, match=message):
+            host.load_to_device_all_layer(pool, ours, theirs, flags, "kernel")
     assert not host.runtime.history
     assert host.runtime.default_stream().query()
 

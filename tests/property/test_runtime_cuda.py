@@ -59,19 +59,20 @@ def test_parts_are_one_launch_and_streams_wait_for_the_flags_epoch(monkeypatch):
     machine = CudaRuntime("cpu", cuda)
     monkeypatch.setattr("refcache_ops.driver.wait_flag", lambda *args: waits.append(args))
     flags = machine.flags(2)
+    # The host waits: no stream may see the values before they are 0.
+    assert "synchronize" in [name for name, _ in cuda.calls]
     flags.parts[1].wait()
     assert waits == []  # nothing was launched
     parts = [Part("never run", None, (), ())] * 2
     for epoch in (1, 2):
         cuda.calls.clear()
-        machine.launch_parts(
-            "load",
-            parts,
-            flags,
-            lambda values, index: values.add_(index),
-            (torch.tensor([3, 4]),),
-        )
-        assert [name for name, _ in cuda.calls] == ["current_stream", "record"]
+
+        def at_once(values: torch.Tensor, index: torch.Tensor) -> None:
+            cuda.calls.append(("at once", ()))
+            values.add_(index)
+
+        machine.launch_parts("load", parts, flags, at_once, (torch.tensor([3, 4]),))
+        assert [name for name, _ in cuda.calls] == ["at once", "current_stream", "record"]
         assert flags.values.tolist() == [3 * epoch, 4 * epoch]
         flags.parts[1].wait("consumer")
     flags.parts[0].wait()

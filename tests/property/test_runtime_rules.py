@@ -408,6 +408,30 @@ def test_launch_of_parts_comes_after_and_before_the_rest_of_its_stream(machine):
     machine.synchronize()
 
 
+def test_driver_is_asked_after_a_launch_of_parts():
+    asked = []
+
+    def driver(machine, point):
+        asked.append((point, len(machine.runnable())))
+        return 1
+
+    machine = SimulatedRuntime(driver)
+    parts = [Part(f"part {i}", nothing, (), ()) for i in range(2)]
+    machine.launch_parts("load", parts, machine.flags(2), nothing)
+    assert asked == [("call", 2)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parts_and_flags_that_do_not_match_are_refused_before_anything_is_issued(count):
+    parts = [Part(f"part {i}", nothing, (), ()) for i in range(count)]
+    machine = SimulatedRuntime(lazy)
+    flags = machine.flags(2)
+    with pytest.raises(InvalidArgument, match=f"'load' of {count} parts: expected 2"):
+        machine.launch_parts("load", parts, flags, nothing)
+    assert machine.runnable() == []
+    assert all(event.query() for event in flags.parts)
+
+
 def test_two_streams_that_wait_for_each_others_past_lose_no_launch(machine, ran):
     # Asking whether one may go on asks the other, which asks the first one again.
     a, b, first = machine.Stream("a"), machine.Stream("b"), machine.Event()

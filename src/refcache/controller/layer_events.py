@@ -15,8 +15,9 @@ load is done. A flag is never lowered: each load waits for an epoch of its own, 
 load of the slot has reached.
 
 A batch without a load of its own has no waits. If it reads slots that an earlier load brings and
-no forward before it on its stream has waited for them (a decode right after a load-back), it must
-come after that whole load: ``wait_all``.
+no forward before it on its stream has waited for them, it must come after that whole load:
+``wait_all``. In this project's scheduler a load always comes with an extend, which waits; engines
+that decode right after a load-back need it.
 
 Models SGLang's ``LayerLoadingEvent`` and ``LayerDoneCounter``; the flags are added.
 """

@@ -117,9 +117,13 @@ class HostCopies:
         Otherwise as :meth:`backup_from_device_all_layer`.
 
         Raises:
-            InvalidArgument: also for an ``io_backend`` other than "kernel": the copy engine raises
-                no flags.
+            InvalidArgument: also for an ``io_backend`` other than "kernel" (the copy engine raises
+                no flags), and for flags of another number of layers.
         """
+        if len(flags.parts) != self.layer_num:
+            raise InvalidArgument(
+                f"{len(flags.parts)} flags: expected {self.layer_num}, one a layer"
+            )
         if io_backend != "kernel":
             raise InvalidArgument(f"{io_backend=} for all layers at once: expected 'kernel'")
         load_per_layer = self._copy_function("load_per_layer", io_backend)

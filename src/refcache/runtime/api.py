@@ -158,7 +158,8 @@ class Runtime(Protocol):
 
         It is given twice: as its parts, which run in any order on the simulated machine, and as
         ``at_once(flags.values, *indices)``, which other machines issue; it does the work of all
-        parts and raises the values itself. ``indices`` as for :meth:`launch`.
+        parts and raises the values itself. ``indices`` as for :meth:`launch`. As many ``parts`` as
+        ``flags`` has (the simulated machine refuses others; the rest never look at them).
         """
         ...
 

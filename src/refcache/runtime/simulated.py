@@ -138,7 +138,11 @@ class SimulatedRuntime:
         at_once: Callable[..., object],
         indices: tuple[torch.Tensor, ...] = (),
     ) -> None:
-        stream = self.host.stream
+        parts, stream = list(parts), self.host.stream
+        if len(parts) != len(flags.parts):
+            raise InvalidArgument(
+                f"'{name}' of {len(parts)} parts: expected {len(flags.parts)}, as its flags"
+            )
         before = self._capture(stream)
         while len(stream.lanes) < len(flags.parts):
             stream.lanes.append(self.Stream(stream.name))
