@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +73,22 @@ def test_a_slip_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_suite("tree.state", target, max_examples=20)
     assert result.failure is not None
     assert result.failure.rule != "crash"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lock_lost_at_a_split_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hold a node that is cut; its upper half counts one of them."""
+    target = resolve("my_radix_cache:MyTarget")
+    cache = sys.modules["my_radix_cache"].MyRadixCache
+    whole = cache.split
+
+    def split(self: Any, node: Any, at: int) -> Any:
+        upper = whole(self, node, at)
+        if upper is not node:
+            upper.locks = min(upper.locks, 1)
+        return upper
+
+    monkeypatch.setattr(cache, "split", split)
+    result = run_suite("tree.state", target, seed=seed, shrink=False)
+    assert result.failure is not None
+    assert result.cases <= 20

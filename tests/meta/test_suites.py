@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import Target, resolve
+from refcache.oracle import Target, Violation, resolve
 from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+from refcache.oracle.planted import find
+from refcache.oracle.violation import without_rules
 from refcache.testing import list_suites, run_suite
+from refcache.testing.machines import TreeMachine, machine_for
 
 
 class OnlyAllocator(Target):
@@ -95,6 +98,20 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     )
     assert first == second
     assert first != other
+
+
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_the_tree_machine_parts_from_what_two_hold(page_size: int, grow: bool) -> None:
+    machine: Any = machine_for(TreeMachine, resolve("refcache"))()
+    config = {"size": 32, "page_size": page_size, "is_eagle": True}
+    machine.start(config)
+    machine.part_from_held((0,) * 12, None, 1, grow)
+    machine.teardown()
+    with find("split-keeps-one-lock").active(), without_rules("L1"):
+        machine.start(config)
+        with pytest.raises(Violation, match="A2"):
+            machine.part_from_held((0,) * 12, None, 1, grow)
 
 
 def test_cases_are_fresh_draws() -> None:

@@ -207,6 +207,19 @@ class TreeMachine(DriverMachine):
     def unhold(self, index: int) -> None:
         self.d.unhold(index)
 
+    @rule(tokens=prompts, extra_key=namespaces, pages=st.integers(1, 4), grow=st.booleans())
+    def part_from_held(self, tokens: Any, extra_key: Any, pages: int, grow: bool) -> None:
+        """Two hold a prompt, another parts from it after a few pages, then one of the two leaves."""
+        self.d.insert(tokens, extra_key)
+        for _ in range(2):
+            self.d.hold(tokens, extra_key)
+        shared = tokens[: pages * self.d.config.page_size + self.d.config.is_eagle]
+        if grow:
+            self.d.insert((*shared, 3, 3, 3, 3), extra_key)
+        else:
+            self.d.match(shared, extra_key)
+        self.d.unhold(len(self.d.holds) - 1)
+
     @rule(tokens=prompts, extra_key=namespaces)
     def lock_and_unlock(self, tokens: Any, extra_key: Any) -> None:
         self.d.lock_and_unlock(tokens, extra_key)

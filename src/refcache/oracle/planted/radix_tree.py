@@ -36,6 +36,15 @@ def _split_unlocked(original: Function) -> Function:
     return _split_node
 
 
+def _split_locked_once(original: Function) -> Function:
+    def _split_node(self: Any, child: Any, split_len: int) -> Any:
+        upper = original(self, child, split_len)
+        upper.lock_ref = min(upper.lock_ref, 1)
+        return upper
+
+    return _split_node
+
+
 def _token_view(original: Function) -> Function:
     def match_prefix(self: Any, params: MatchPrefixParams) -> Any:
         eagle, self.is_eagle = self.is_eagle, False
@@ -166,6 +175,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "the upper half of a split starts unlocked",
         f"{TREE}._split_node",
         _split_unlocked,
+    ),
+    _bug(
+        "split-keeps-one-lock",
+        "slip",
+        "the upper half of a split is locked once, whatever the number of holders",
+        f"{TREE}._split_node",
+        _split_locked_once,
     ),
     _bug(
         "value-not-copied",
