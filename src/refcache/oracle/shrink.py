@@ -2,7 +2,8 @@
 
 Drivers are total, so every part of a failing log is a legal program: calls are left out in halves,
 then one by one; then each argument, and the configuration, is replaced by simpler ones. A candidate
-counts when the same rule breaks. Nothing is drawn: the result depends on the log only.
+counts when the same rule breaks, and is tried once. Nothing is drawn, and what may be spent is
+counted in calls: the result depends on the log only.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ from refcache.errors import InvalidArgument
 from refcache.oracle.driver import Call, Driver
 from refcache.oracle.violation import Violation
 
-BUDGET = 3000
-"""Programs that are tried, at most."""
+BUDGET = 12_000
+"""Calls that the programs that are tried make, at most; the start of each counts as ``START``."""
+START = 3
 
 Program = tuple[dict[str, Any], list[Call]]
 
@@ -51,6 +53,7 @@ class _Best:
         assert driver.found is not None
         self.rule = driver.found.id
         self.driver, self.budget = driver, budget
+        self.tried: set[str] = set()
         self._adopt(driver)
 
     def _adopt(self, driver: Driver) -> None:
@@ -60,12 +63,14 @@ class _Best:
         self.calls = list(driver.call_log)
 
     def tries(self, program: Program) -> bool:
-        """Run a candidate; keep it if the same rule breaks."""
-        if self.budget <= 0:
-            return False
-        self.budget -= 1
+        """Run a candidate that was not tried before; keep it if the same rule breaks."""
         config, calls = program
         try:
+            text = repr((self.driver.Config(**config), calls))
+            if self.budget <= 0 or text in self.tried:
+                return False
+            self.tried.add(text)
+            self.budget -= START
             candidate = type(self.driver)(self.driver.target, **config)
         except (InvalidArgument, Violation):
             return False
@@ -78,6 +83,8 @@ class _Best:
                 return True
         except (TypeError, ValueError):
             pass  # no program: a simpler argument of the wrong shape
+        finally:
+            self.budget -= candidate.calls
         return False
 
     def drop_calls(self) -> bool:
