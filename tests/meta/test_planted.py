@@ -24,7 +24,13 @@ def test_caught(bug: PlantedBug) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["load-leaves-ancestor", "load-quota-ignored", "revived-stays-host-leaf"]
+    "name",
+    [
+        "load-leaves-ancestor",
+        "load-quota-ignored",
+        "revived-stays-host-leaf",
+        "last-layer-not-launched",
+    ],
 )
 def test_what_random_calls_seldom_reach_is_drawn_on_purpose(name: str) -> None:
     caught = hunt(find(name))

@@ -14,6 +14,8 @@ class HiCacheConfig(CacheConfig):
     ``host_size`` in tokens, whole pages, more than ``size``; 0 means one page more. ``delay``:
     launches wait until the program or the cache makes them run; else they run at once.
     ``reentrant``: every allocation, on either tier, first evicts all that can be evicted there.
+    ``small_loads``: with the I/O backend "kernel", a load of small layers may be one launch for all
+    of them; False asks for one launch a layer. It is for the reference; other targets ignore it.
     """
 
     host_size: int = 0
@@ -26,6 +28,7 @@ class HiCacheConfig(CacheConfig):
     tp_group: Any = None
     delay: bool = True
     reentrant: bool = False
+    small_loads: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

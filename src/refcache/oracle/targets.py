@@ -92,6 +92,8 @@ class RefcacheTarget(Target):
         tree.cache_controller.register_forward_stream(forward_stream)
         counter = tree.cache_controller.layer_done_counter
         host = tree.token_to_kv_pool_host
+        if not config.small_loads:
+            host.small_load_bytes = 0
         return HiCacheParts(tree, allocator, rows, pool, host, host.planes, counter)
 
     def inspect_host(self, tree: Any) -> HostView:

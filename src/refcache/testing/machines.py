@@ -209,7 +209,7 @@ class TreeMachine(DriverMachine):
 
     @rule(tokens=prompts, extra_key=namespaces, pages=st.integers(1, 4), grow=st.booleans())
     def part_from_held(self, tokens: Any, extra_key: Any, pages: int, grow: bool) -> None:
-        """Two hold a prompt, another parts from it after a few pages, then one of the two leaves."""
+        """Two hold a prompt, another parts from it after a few pages, then one of the two goes."""
         self.d.insert(tokens, extra_key)
         for _ in range(2):
             self.d.hold(tokens, extra_key)

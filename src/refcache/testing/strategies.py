@@ -76,6 +76,7 @@ def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
         "mla": draw(st.booleans()),
         "delay": draw(st.sampled_from([True, True, True, False])),
         "reentrant": draw(st.sampled_from([False, False, True])),
+        "small_loads": draw(st.booleans()),
     }
 
 

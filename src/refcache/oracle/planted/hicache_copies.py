@@ -44,6 +44,16 @@ def _last_layer_skipped(original: Function) -> Function:
     return _copy_function
 
 
+def _launch_missing(original: Function) -> Function:
+    def load_to_device_per_layer(
+        self: Any, pool: Any, host: Any, device: Any, layer_id: int, io_backend: str
+    ) -> None:
+        if io_backend != "kernel" or layer_id < self.layer_num - 1:
+            original(self, pool, host, device, layer_id, io_backend)
+
+    return load_to_device_per_layer
+
+
 def _side_reversed(original: Function) -> Function:
     def merge_ops(ops: Any) -> Any:
         merged = original(ops)
@@ -138,6 +148,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "the last layer's event fires, its rows are not copied",
         f"{COPIES}._copy_function",
         _last_layer_skipped,
+    ),
+    _bug(
+        "last-layer-not-launched",
+        "slip",
+        "of a load with one kernel a layer, the last layer's is not launched",
+        f"{COPIES}.load_to_device_per_layer",
+        _launch_missing,
     ),
     _bug(
         "merge-reverses-a-side",
