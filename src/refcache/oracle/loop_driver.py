@@ -56,7 +56,8 @@ class _Watch(SchedulerObserver):
             if ended is not None and start != ended:
                 self.driver.note(
                     "PROGRESS",
-                    f"{req.rid} computed {ended} tokens, and its next chunk starts at {start}",
+                    f"request {req.rid} computed {ended} tokens, "
+                    f"and its next chunk starts at {start}",
                 )
             self.computed[req.rid] = start + length
 
@@ -126,7 +127,7 @@ class LoopDriver(Driver):
             return
         self.scheduler.submit(
             TokenizedGenerateReqInput(
-                f"request {self._names}",
+                str(self._names),
                 tokens,
                 SamplingParams(max_new_tokens=max_new_tokens),
                 extra_key,
@@ -248,7 +249,7 @@ class LoopDriver(Driver):
             holders=[req.last_node for req in self.running],
             requests=[
                 RequestView(
-                    req.rid,
+                    f"request {req.rid}",
                     rows[req.req_pool_idx, : req.kv_allocated_len],
                     req.cache_protected_len,
                     req.last_node,
@@ -270,5 +271,5 @@ class LoopDriver(Driver):
             if req.req_pool_idx is not None:
                 slots = rows[req.req_pool_idx, : req.kv_allocated_len].tolist()
                 place = f"{req.cache_protected_len} protected, slots {slots}"
-            lines.append(f"{req.rid}: tokens {tokens}, {place}")
+            lines.append(f"request {req.rid}: tokens {tokens}, {place}")
         return "\n".join(lines)
