@@ -273,5 +273,129 @@ def test_a_target_that_exits_is_no_success(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "exiting_target.py").write_text("raise SystemExit(0)")
-    assert main(["check", "exiting_target:x"]) == 3
-    assert "the target called sys.exit(0)" in capsys.readouterr().err
+    line = refused(["check", "exiting_target:x"], capsys)
+    assert "target 'exiting_target:x' does not import: SystemExit(0)" in line
+    line = refused(["check", "sys:exit"], capsys)
+    assert "target 'sys:exit': calling the factory: SystemExit" in line
+
+
+def test_an_edge_of_a_target_in_the_current_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "edge_target.py").write_text(
+        "from refcache.oracle.targets import RefcacheTarget\n\n"
+        "print('a word of the target')\n\n\n"
+        "class Mine(RefcacheTarget):\n    pass\n"
+    )
+    assert main(["check", "edge_target:Mine", "--without-edge", "load-fence"]) == 1
+    out, err = capsys.readouterr()
+    assert "edge load-fence" in out
+    assert (err, "a word" in out) == ("a word of the target\n", False)
+
+
+ROGUES = """
+import os
+
+from refcache.oracle import Target
+from refcache.oracle.naive import NaiveAllocator
+
+print("imported")
+
+
+class Odd(BaseException):
+    pass
+
+
+def printing():
+    print("printed")
+    os.write(1, b"written\\n")
+
+
+def raising(error):
+    raise error
+
+
+def rogue(before_alloc):
+    class Allocator(NaiveAllocator):
+        def alloc(self, need_size):
+            before_alloc()
+            return super().alloc(need_size)
+
+    class Rogue(Target):
+        capabilities = frozenset({"allocator"})
+
+        def allocator(self, config):
+            return Allocator(config.size, config.page_size)
+
+    return Rogue
+
+
+Printing = rogue(printing)
+Closing = rogue(lambda: raising(GeneratorExit))
+Exiting = rogue(lambda: raising(SystemExit(3)))
+Strange = rogue(lambda: raising(Odd("a word")))
+"""
+
+
+def judged(target: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a check of one of the ``ROGUES``, with JSON."""
+    (folder / "rogues.py").write_text(ROGUES)
+    arguments = ["--suite", "allocator.state", "--max-examples", "2", "--no-planted", "--json"]
+    program = "from refcache.cli.main import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "check", f"rogues:{target}", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_a_target_prints_is_not_in_the_verdict(tmp_path: Path) -> None:
+    code, out, err = judged("Printing", tmp_path)
+    assert (code, json.loads(out)["suites"][0]["verdict"]) == (0, "ok")
+    assert set(err.splitlines()) == {"imported", "printed", "written"}
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [("Closing", "GeneratorExit()"), ("Exiting", "SystemExit(3)"), ("Strange", "Odd('a word')")],
+)
+def test_what_is_raised_in_a_call_is_a_violation(target: str, error: str, tmp_path: Path) -> None:
+    code, out, err = judged(target, tmp_path)
+    assert (code, set(err.splitlines())) == (1, {"imported"})
+    (row,) = json.loads(out)["suites"]
+    assert (row["verdict"], row["rule"]) == ("violation", "crash")
+    assert error in row["evidence"]
+
+
+INTERRUPTED = """
+import os
+import signal
+
+from refcache.cli.main import run
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if __name__ == "__main__":
+    run()
+else:  # a worker that has not begun: the user presses Ctrl-C
+    os.kill(os.getppid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_while_workers_start_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rogues.py").write_text(ROGUES.replace('print("imported")', ""))
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    arguments = ["check", "rogues:Printing", "--suite", "allocator.state", "--no-planted"]
+    done = subprocess.run(
+        [sys.executable, "program.py", *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

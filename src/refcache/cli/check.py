@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from refcache.cli import report as reports
+from refcache.cli.console import prints_on_stderr
 from refcache.cli.planted import caught_line, huntable
 from refcache.cli.workers import Hunt, Run, in_order
 from refcache.errors import InvalidArgument
@@ -58,6 +59,7 @@ def check(
 
     One line a suite: cases, steps, verdict. A failure is the smallest program that shows it.
     """
+    sys.path.insert(0, os.getcwd())
     if without_edge is not None:
         return _without_edge(target, without_edge)
     from refcache.oracle import resolve
@@ -78,8 +80,8 @@ def check(
         raise InvalidArgument(f"--planted with {target}: it is the reference that is patched")
     wanted: list[str | None] = [*(suite or ([bug.suite] if bug else []))]
     names = list(dict.fromkeys(name for part in wanted or [None] for name in list_suites(part)))
-    sys.path.insert(0, os.getcwd())
-    resolve(target)
+    with prints_on_stderr():
+        resolve(target)
     say = _silent if as_json else _print
 
     cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
@@ -108,7 +110,8 @@ def check(
         "planted": [{"name": name, "caught_by": rule} for name, rule in caught_by.items()],
     }
     if report is not None:
-        reports.write(report, verdict, results)
+        with prints_on_stderr():
+            reports.write(report, verdict, results)
     if as_json:
         print(json.dumps(verdict, indent=2))
     verdicts = {result.verdict for result in results}
@@ -141,11 +144,15 @@ def _without_edge(target: str, name: str) -> int:
     if name == "list":
         _print(*EDGES)
         return 0
-    driver = StreamsDriver(resolve(target), without_edge=name)
-    try:
-        driver.every_order(name)
-    except Violation as violation:
-        _print(explain(violation, driver).text)
+    with prints_on_stderr():
+        driver = StreamsDriver(resolve(target), without_edge=name)
+        try:
+            driver.every_order(name)
+            text = ""
+        except Violation as violation:
+            text = explain(violation, driver).text
+    if text:
+        _print(text)
         return 1
     _print(f"without the edge {name}, no order of its program was reported")
     return 3

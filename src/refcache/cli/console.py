@@ -1,9 +1,26 @@
-"""What people see while they wait: on stderr, and only on a terminal."""
+"""What people see while they wait: on stderr, and only on a terminal. Stdout is for verdicts."""
 
-from contextlib import AbstractContextManager
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def prints_on_stderr() -> Iterator[None]:
+    """In the block, what this process prints goes to stderr, also what C code prints."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def status(text: str) -> AbstractContextManager[object]:

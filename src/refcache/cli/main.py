@@ -1,7 +1,8 @@
 """Entry point of the ``refcache`` command.
 
-Exit codes: 0 all is well, 1 a violation, 2 the call was wrong, 3 nothing worse than unknown. A
-refusal is one line on stderr; there is no traceback (``REFCACHE_TRACEBACK=1`` asks for one).
+Exit codes: 0 all is well, 1 a violation, 2 the call was wrong, 3 nothing worse than unknown,
+130 interrupted. A refusal is one line on stderr; there is no traceback (``REFCACHE_TRACEBACK=1``
+asks for one).
 """
 
 import os

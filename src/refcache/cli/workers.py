@@ -4,14 +4,14 @@ A process of its own also keeps a planted bug, or a target that dies, away from 
 """
 
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, NamedTuple
 
 from refcache.cli.console import status
+from refcache.testing.processes import begin, starting
 
 
 class Run(NamedTuple):
@@ -114,21 +114,18 @@ def _pooled(tasks: Sequence[Run | Hunt], workers: int) -> Iterator[Any]:
     with ProcessPoolExecutor(
         max_workers=min(len(tasks), workers),
         mp_context=get_context("spawn"),
-        initializer=_start,
+        initializer=begin,
     ) as pool:
-        pending = [pool.submit(task.work) for task in tasks]
+        with starting():
+            pending = [pool.submit(task.work) for task in tasks]
         try:
             for task, future in zip(tasks, pending, strict=True):
                 with status(str(task)):
                     result = future.result()
                 yield result
+        except BaseException:  # nobody waits for what they do
+            for worker in active_children():
+                worker.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)  # without waiting, the exit may trip over it
-
-
-def _start() -> None:
-    """First thing in a worker: one thread, and no traceback when the user interrupts."""
-    import torch
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

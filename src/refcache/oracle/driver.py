@@ -78,9 +78,9 @@ class Driver:
         """
         try:
             result = function(*args, **kwargs)
-        except Violation:
+        except (Violation, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self.raise_noted()
             name = getattr(function, "__qualname__", repr(function))
             raise Violation("crash", f"{name} raised {error!r}") from error

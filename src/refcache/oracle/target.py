@@ -195,7 +195,9 @@ def resolve(spec: str) -> Target:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise InvalidArgument(f"target {spec!r} does not import: {error!r}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -210,7 +212,9 @@ def resolve(spec: str) -> Target:
         ) from None
     try:
         target = target or factory()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise InvalidArgument(f"target {spec!r}: calling the factory: {error!r}") from error
     if not isinstance(target, Target):
         raise InvalidArgument(

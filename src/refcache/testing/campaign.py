@@ -29,6 +29,7 @@ from typing import Any
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
 from refcache.oracle.report import failure_name, write_failure
+from refcache.testing.processes import begin, starting
 from refcache.testing.registry import SUITES
 from refcache.testing.run import list_suites, run_suite
 
@@ -169,7 +170,9 @@ def run_campaign(
                 task = next(todo, None)
                 if task is None:
                     break
-                running[pool.submit(one_run, campaign.plan, str(campaign.folder), *task)] = task
+                with starting():
+                    future = pool.submit(one_run, campaign.plan, str(campaign.folder), *task)
+                running[future] = task
             if not running:
                 return
             done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -207,7 +210,9 @@ def _todo(campaign: Campaign, max_runs: int | None) -> Iterator[tuple[str, int]]
 def _alone(campaign: Campaign, make: Callable[[int], Executor], task: tuple[str, int]) -> Run:
     with make(1) as pool:
         try:
-            return pool.submit(one_run, campaign.plan, str(campaign.folder), *task).result()
+            with starting():
+                future = pool.submit(one_run, campaign.plan, str(campaign.folder), *task)
+            return future.result()
         except BrokenProcessPool:
             return Run(*task, "unknown", reason="the process died, twice")
 
@@ -242,12 +247,13 @@ def one_run(plan: Plan, folder: str, suite: str, seed: int) -> Run:
 
 def _processes(workers: int) -> Executor:
     return ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_watch_parent
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin
     )
 
 
-def _watch_parent() -> None:
-    """End this worker when the process that started it is gone, however that ended."""
+def _begin() -> None:
+    """Begin a worker; it ends when the process that started it is gone, however that ended."""
+    begin()
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -122,7 +122,9 @@ def run_suite(
             driver = shrunk(driver)
         failure = explain(driver.found if driver and driver.found else violation, driver)
         return SuiteResult(name, tally.cases, tally.steps, "violation", failure)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # also what is no Exception must not end the process that judges
         reason = traceback.format_exc()
         return SuiteResult(name, tally.cases, tally.steps, "unknown", reason=reason)
     return SuiteResult(name, tally.cases, tally.steps, "ok")
