@@ -62,7 +62,7 @@ def test_the_program_by_hand_runs() -> None:
 def test_the_suite_class_fails_with_the_program(mine: str) -> None:
     names: dict[str, Any] = {}
     exec(SUITE, names)
-    with pytest.raises(pytest.fail.Exception, match="P1: token 0 got page 2"):
+    with pytest.raises(pytest.fail.Exception, match="P1: token 3 got page 2"):
         names["TestMyAllocator"]().test_state()
 
 

@@ -30,6 +30,8 @@ def test_caught(bug: PlantedBug) -> None:
         "load-quota-ignored",
         "revived-stays-host-leaf",
         "last-layer-not-launched",
+        "free-drops-neighbours-only",
+        "decode-shares-new-page",
     ],
 )
 def test_what_random_calls_seldom_reach_is_drawn_on_purpose(name: str) -> None:

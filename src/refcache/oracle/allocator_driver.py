@@ -100,6 +100,22 @@ class AllocatorDriver(Driver):
         )
 
     @step
+    def release_together(self, indices: Sequence[int], stride: int = 1) -> None:
+        """Free several sequences in one call, as an engine does for a batch. Their slots come in
+        rounds of every ``stride``-th, so those of one page need not be neighbours."""
+        if not self.sequences:
+            return
+        gone = list(dict.fromkeys(i % len(self.sequences) for i in indices))
+        slots = [slot for i in gone for slot in self.sequences[i]]
+        stride = max(1, stride)
+        mixed = [slot for first in range(stride) for slot in slots[first::stride]]
+        self.sequences = [s for i, s in enumerate(self.sequences) if i not in gone]
+        self.on_target(self.subject.free, torch.tensor(mixed, dtype=torch.int64))
+        (self.free if self.queued is None else self.queued).update(
+            slot // self.page_size for slot in slots
+        )
+
+    @step
     def begin_group(self) -> None:
         if self.queued is None:
             self.on_target(self.subject.free_group_begin)

@@ -22,6 +22,7 @@ from refcache.testing.strategies import (
     namespaces,
     priorities,
     prompts,
+    strides,
     token,
     tree_configs,
 )
@@ -90,10 +91,26 @@ class AllocatorMachine(DriverMachine):
     def decode(self, indices: Any) -> None:
         self.d.decode(indices)
 
+    @rule(pages=st.integers(1, 2), count=st.integers(2, 3), stride=strides)
+    def open_side_by_side(self, pages: int, count: int, stride: int) -> None:
+        """Sequences of whole pages, then one token more for each: all open a page in one batch.
+        They go together again."""
+        before = len(self.d.sequences)
+        for _ in range(count):
+            self.d.alloc(pages)
+        made = tuple(range(before, len(self.d.sequences)))
+        self.d.decode(made)
+        self.d.release_together(made, stride)
+
     @precondition(lambda self: self.d.sequences)
     @rule(index=index, keep=st.integers(0, 9), sparse=st.booleans())
     def release(self, index: int, keep: int, sparse: bool) -> None:
         self.d.release(index, keep, sparse)
+
+    @precondition(lambda self: self.d.sequences)
+    @rule(indices=indices, stride=strides)
+    def release_together(self, indices: Any, stride: int) -> None:
+        self.d.release_together(indices, stride)
 
     @precondition(lambda self: self.d.queued is None)
     @rule()

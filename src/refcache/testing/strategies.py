@@ -30,6 +30,7 @@ chunks = st.sampled_from([None, None, 1, 2, 3, 4, 6])
 priorities = st.integers(0, 2)
 index = st.integers(0, 3)
 indices = st.lists(index, min_size=1, max_size=3).map(tuple)
+strides = st.integers(1, 7)
 
 
 @st.composite

@@ -90,6 +90,10 @@ def _rows_shared(original: Function) -> Function:
     return free
 
 
+def _neighbours_only(original: Function) -> Function:
+    return lambda self, slots: torch.unique_consecutive(slots // self.page_size)
+
+
 def _freed_to_the_end(original: Function) -> Function:
     def _give_back(self: Any, pages: torch.Tensor) -> None:
         original(self, pages)
@@ -162,6 +166,14 @@ BUGS = (
         "restore_state puts back one of the two lists",
         f"{BASE}.restore_state",
         _draft_kept,
+        "allocator.state",
+    ),
+    PlantedBug(
+        "free-drops-neighbours-only",
+        "slip",
+        "a page whose slots are not neighbours in a free goes on the free list once for each run",
+        f"{PAGED}._pages_of",
+        _neighbours_only,
         "allocator.state",
     ),
     PlantedBug(
