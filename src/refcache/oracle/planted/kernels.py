@@ -33,10 +33,11 @@ class KernelBug(PlantedBug):
     def smoke(self, target: Target) -> None:
         """One request, whole pages, one layer, full tiles."""
         d = OpsDriver(target)
-        pairs = tuple((i, i) for i in range(8))
         d.slots(alloc_cases.AllocCase((8,), (4,), (7,), (2, 3, 4), 4))
         d.slots(alloc_cases.AllocCase((5,), None, (7,), (2, 3, 4), 4))
         for op in cases.OPS:
+            rows = 4 if op == "load_layers" else 8  # a tile of 512 units, or of 1024
+            pairs = tuple((i, i) for i in range(rows))
             d.transfer(
                 cases.TransferCase(op, layer_num=1, layers=(0, 1), heads=((8, 128),), pairs=pairs)
             )
