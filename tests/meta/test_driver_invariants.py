@@ -152,6 +152,12 @@ CASES: list[tuple[Any, str, str, PlantedBug, dict[str, Any], tuple[tuple[Any, ..
         (("alloc", 1),)),
     (AllocatorDriver, "AL1", "3 slots, but 4 were asked for", result(f"{BASE}.alloc",
         lambda out: out[:-1]), PAGE_2, (("alloc", 2),)),
+    (AllocatorDriver, "AL1", "the slots are torch.int32 [4], expected torch.int64", result(
+        f"{BASE}.alloc", lambda out: out.to(torch.int32)), PAGE_2, (("alloc", 2),)),
+    (AllocatorDriver, "AL1", "the slots are a list, expected torch.int64 [2]", result(
+        f"{BASE}.alloc", lambda out: out.tolist()), PAGE_2, (("alloc", 1),)),
+    (AllocatorDriver, "AL1", "the slots are torch.int64 [1, 2], expected torch.int64 [2]", result(
+        f"{PAGED}.alloc_extend", lambda out: out[None]), PAGE_2, (("extend", ((0, 2),)),)),
     (AllocatorDriver, "AL1", "token 1 got slot 4, expected 3", result(f"{BASE}.alloc",
         lambda out: out[::2].repeat(2)), PAGE_2, (("alloc", 2),)),
     (AllocatorDriver, "P0", "token 0 got slot 0 of page 0", result(f"{BASE}.alloc",

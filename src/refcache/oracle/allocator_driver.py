@@ -224,6 +224,13 @@ class AllocatorDriver(Driver):
                 f"refused {need} pages although {len(self.free)} are free",
             )
             return None
+        tensor = isinstance(out, torch.Tensor)
+        kind = f"{out.dtype} {list(out.shape)}" if tensor else f"a {type(out).__name__}"
+        self.require(
+            tensor and out.dtype == torch.int64 and out.dim() == 1,
+            "AL1",
+            f"the slots are {kind}, expected torch.int64 [{sum(grows)}]",
+        )
         slots = out.tolist()
         self.require(
             len(slots) == sum(grows), "AL1", f"{len(slots)} slots, but {sum(grows)} were asked for"

@@ -44,7 +44,8 @@ SENTENCES: dict[str, str] = {
     "E1": "evict returns by how many tokens the free space grew, in whole pages",
     "E2": "evict stops as soon as enough is free",
     "E3": "evict frees less than requested only if nothing unlocked is left",
-    "AL1": "new slots fill the old last page, then whole new pages, in the order of the tokens",
+    "AL1": "new slots are int64; they fill the old last page, then whole new pages, in the order "
+    "of the tokens",
     "OP1": "a copy leaves the reference's bytes everywhere: in the rows it names, in all others, "
     "and before and behind each buffer",
     "OP2": "an allocation op returns the reference's slots",

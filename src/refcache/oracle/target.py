@@ -119,7 +119,11 @@ class Target:
     InitLoadBackParams: Any = InitLoadBackParams
 
     def allocator(self, config: CacheConfig) -> Any:
-        """A fresh allocator of ``config.size`` tokens, all free."""
+        """A fresh allocator of ``config.size`` tokens, all free.
+
+        Its allocations give int64 ``[n]`` slots on the pool's device, or None. ``free`` takes such
+        slots in any order, several of a page or one.
+        """
         raise NotImplementedError
 
     def req_to_token_pool(self, config: CacheConfig) -> Any:
