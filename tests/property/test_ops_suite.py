@@ -70,6 +70,29 @@ def test_a_lost_pair_is_found_and_the_case_is_small():
     assert result.failure.steps[-1] == "d.transfer(TransferCase())"
 
 
+@pytest.mark.parametrize("op", cases.OPS)
+@pytest.mark.parametrize("limit", [64, 100])
+def test_what_goes_wrong_with_many_items_is_found_at_once(op, limit):
+    def loses_a_pair(to, source, host_indices, device_indices, *rest):
+        count = len(host_indices) - (len(host_indices) > limit)
+        whole = getattr(reference, op)
+        whole(to, source, host_indices[:count], device_indices[:count], *rest)
+
+    target = OpsTarget(SimpleNamespace(**{op: without_cap(loses_a_pair)}))
+    result = run_suite("ops.transfer", target, shrink=False)
+    assert (result.failure.rule, result.cases) == ("OP1", 1)
+    assert op in result.failure.evidence
+
+
+@pytest.mark.parametrize("op", cases.OPS)
+def test_one_program_has_more_units_than_a_tile(op):
+    *_, case = cases.awkward_cases(op)
+    row = case.heads[0][0] * case.heads[0][1] * case.dtype.itemsize
+    unit = row & -row  # the largest power of two in a row
+    assert case.max_programs == 1
+    assert len(case.pairs) * row // unit > 4096  # the kernel's LARGE_BLOCK
+
+
 def zeroes(name, position):
     """The op ``name``, which also overwrites its argument at ``position``."""
 

@@ -153,7 +153,8 @@ PAIRS = ((3, 1), (0, 5), (6, 2))
 
 def awkward_cases(op: str) -> Iterator[TransferCase]:
     """Nothing to move; buffers of their own for each layer, and planes that differ in width;
-    several tiles, the last one partial."""
+    several tiles, the last one partial; more items than a warp or two has lanes; more units of four
+    bytes than the largest tile has, for one program."""
     yield TransferCase(op, pairs=())
     yield TransferCase(op, form="list", heads=((2, 8), (2, 6)), layer_num=3, layers=(1, 2))
     pairs = tuple(((7 * i) % 25, (5 * i + 1) % 24) for i in range(24))
@@ -161,6 +162,10 @@ def awkward_cases(op: str) -> Iterator[TransferCase]:
         yield TransferCase(
             op, layout, 8, heads=((8, 128), (8, 128)), pairs=pairs, device_pages=3, layers=(1, 1)
         )
+    many = TransferCase(op, page_size=2, layer_num=1, layers=(0, 1), host_pages=52, device_pages=52)
+    pairs = tuple(((7 * i) % 104, (5 * i + 1) % 104) for i in range(103))
+    yield replace(many, heads=((1, 2), (1, 2)), pairs=pairs[:70])
+    yield replace(many, heads=((1, 82), (1, 82)), pairs=pairs, max_programs=1)
 
 
 def far_case(op: str) -> TransferCase:
