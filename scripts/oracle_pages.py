@@ -33,7 +33,17 @@ GROUPS = {
     "Copies in flight": ("X1", "X2", "X5", "LIFE"),
     "Load-back": ("Q1", "Q2", "B1"),
     "Writes to the host": ("W1",),
-    "Whole operations": ("Z1", "Z2", "Z3", "PROGRESS", "BUDGET", "DIFF", "REFUSE", "crash"),
+    "Whole operations": (
+        "Z1",
+        "Z2",
+        "Z3",
+        "PROGRESS",
+        "BUDGET",
+        "DIFF",
+        "REFUSE",
+        "GLOBAL",
+        "crash",
+    ),
 }
 
 

@@ -22,6 +22,7 @@ from refcache.oracle.ops_driver import OpsDriver
 from refcache.oracle.ops_target import OpsTarget
 from refcache.oracle.planted import PlantedBug, find
 from refcache.oracle.ranks_driver import RanksDriver
+from refcache.oracle.torch_settings import torch_settings
 from refcache.oracle.violation import without_rules
 from refcache.reference.alloc_cases import AllocCase
 from refcache.reference.cases import TransferCase
@@ -291,6 +292,41 @@ def test_more_pages_than_are_free_are_found_without_the_rule_of_owners() -> None
     with all_of_it.active(), without_rules("P1", "P0"), pytest.raises(Violation) as caught:
         perform(AllocatorDriver, PAGE_2, (("alloc", 5),))
     assert (caught.value.id, caught.value.evidence) == ("AL2", "5 new pages out of 4 free")
+
+
+# ---- torch's settings ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("change", "evidence"),
+    [
+        (lambda: torch.set_default_dtype(torch.float16),
+            "default dtype from torch.float32 to torch.float16"),
+        (lambda: torch.set_default_device("meta"), "default device from cpu to meta"),
+        (lambda: torch.set_grad_enabled(False), "grad mode from True to False"),
+        (lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+            "deterministic debug mode from 0 to 1"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_torch_that_a_call_changes_is_found_and_put_back(
+    change: Callable[[], None], evidence: str, fails: bool
+) -> None:
+    def changing(self: Any) -> None:
+        change()
+        if fails:
+            raise ValueError
+
+    before = torch_settings()
+    d = AllocatorDriver(resolve("refcache"))
+    with (
+        patch(f"{BASE}.merge_and_sort_free", lambda original: changing).active(),
+        pytest.raises(Violation) as caught,
+    ):
+        d.sort()
+    assert torch_settings() == before
+    assert caught.value.id == "GLOBAL", str(caught.value)
+    assert f"merge_and_sort_free changed torch's {evidence}" in caught.value.evidence
 
 
 # ---- ops -----------------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ SENTENCES: dict[str, str] = {
     "BUDGET": "what the tree and the allocator call free or evictable can be allocated",
     "DIFF": "under an exact profile, every choice is the reference's",
     "REFUSE": "a misuse is refused with an error and leaves the state as it was",
+    "GLOBAL": "a call leaves torch's default dtype and device, grad mode and deterministic mode as "
+    "they were",
     "crash": "a call that the contract allows returns without an exception",
 }
 

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from refcache.oracle.exact import PROFILES, difference, on_the_reference
 from refcache.oracle.target import CacheConfig, Target, resolve
+from refcache.oracle.torch_settings import TorchSettings, put_back, torch_settings
 from refcache.oracle.violation import Violation, switched_off
 
 P = ParamSpec("P")
@@ -74,18 +75,25 @@ class Driver:
         """Make one legal call on the target; an exception of it is the violation ``crash``.
 
         What the ledger noted during the call comes first: it is the cause, an exception (or a
-        result) is the consequence.
+        result) is the consequence. So is what comes of a setting of torch that the call changed;
+        it is put back.
         """
+        before = torch_settings()
         try:
             result = function(*args, **kwargs)
         except (Violation, KeyboardInterrupt):
             raise
         except BaseException as error:
-            self.raise_noted()
-            name = getattr(function, "__qualname__", repr(function))
-            raise Violation("crash", f"{name} raised {error!r}") from error
-        self.raise_noted()
+            self._settings_kept(function, before)
+            raise Violation("crash", f"{_name(function)} raised {error!r}") from error
+        self._settings_kept(function, before)
         return result
+
+    def _settings_kept(self, function: Callable[..., Any], before: TorchSettings) -> None:
+        """After a call, with what was noted in it first."""
+        changed = put_back(before)
+        self.raise_noted()
+        self.require(not changed, "GLOBAL", f"{_name(function)} changed torch's {changed}")
 
     def raise_noted(self) -> None:
         noted, self._noted = self._noted, None
@@ -129,6 +137,10 @@ class Driver:
         for name, args in self.call_log[:steps]:
             getattr(fresh, name)(*args)
         return fresh
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
 
 
 def step(
