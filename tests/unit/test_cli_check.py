@@ -263,6 +263,7 @@ def test_wrong_call(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "file").touch()
     (tmp_path / "broken_target.py").write_text("1 / 0")
+    monkeypatch.delitem(sys.modules, "broken_target", raising=False)  # another test's
     assert words in refused(["check", *arguments], capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken_target.py", "file"]
 
