@@ -112,8 +112,24 @@ def test_unknown_names_are_refused() -> None:
         pass
 
 
+def test_a_step_called_by_name_is_logged_with_every_argument() -> None:
+    d = TreeDriver(resolve("refcache"), page_size=1, size=8)
+    d.admit(priority=3, tokens=(0, 1))
+    d.admit((0, 2), chunk=1)
+    assert d.log[1:] == ["d.admit((0, 1), None, None, 3)", "d.admit((0, 2), None, 1)"]
+    again = d.replay(2)
+    assert again.log == d.log
+
+
 @pytest.mark.parametrize(
-    "name", ["free-group-keeps-last", "lock-skips-node", "chunk-computed-again"]
+    "name",
+    [
+        "free-group-keeps-last",
+        "lock-skips-node",
+        "chunk-computed-again",
+        "decode-does-not-wait",
+        "batch-loses-its-load",
+    ],
 )
 def test_the_printed_program_runs_and_shows_the_same_rule(name: str, tmp_path: Path) -> None:
     failure = hunt(find(name), shrink=True).failure

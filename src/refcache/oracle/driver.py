@@ -155,6 +155,7 @@ def step(
         if self.stopped:
             return
         bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()  # `args` would end at the first one that was left out
         given = bound.args[1:]
         while given and given[-1] == defaults[len(given) - 1]:
             given = given[:-1]

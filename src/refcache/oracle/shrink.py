@@ -81,8 +81,8 @@ class _Best:
             if violation.id == self.rule:
                 self._adopt(candidate)
                 return True
-        except (TypeError, ValueError):
-            pass  # no program: a simpler argument of the wrong shape
+        except Exception:
+            pass  # no program: a simpler argument that the driver cannot take
         finally:
             self.budget -= candidate.calls
         return False

@@ -21,7 +21,7 @@ from refcache.engine import (
     TokenizedGenerateReqInput,
 )
 from refcache.oracle.driver import Driver, step
-from refcache.oracle.edges import EDGES, edge
+from refcache.oracle.edges import edge
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.violation import Violation
 from refcache.runtime import DeadIndex, RaceFound, SimulatedRuntime, Tracker, drawn
@@ -58,7 +58,7 @@ class StreamsDriver(Driver):
     @step
     def edge(self, name: str, choices: Sequence[int] = ()) -> None:
         """Run the program of an edge in one order."""
-        chosen = EDGES[name]
+        chosen = edge(name)
         removed = self.config.without_edge == name
         machine = self.on_target(chosen.run, drawn(choices), removed)
         for report in machine.tracker.reports if machine.tracker else ():
@@ -68,7 +68,7 @@ class StreamsDriver(Driver):
     @step
     def every_order(self, name: str) -> None:
         """Run the program of an edge in every order its launches can have."""
-        chosen = EDGES[name]
+        chosen = edge(name)
         removed = self.config.without_edge == name
         for reports in self.on_target(chosen.orders, removed):
             if reports:

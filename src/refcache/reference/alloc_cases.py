@@ -43,13 +43,16 @@ class AllocCase:
             raise InvalidArgument(f"{self!r}: expected a valid call")
 
     def simpler(self) -> Iterator["AllocCase"]:
-        """Half of the requests, then one request less; then a shorter free list."""
+        """Half of the requests, then one request less; then a shorter free list.
+
+        Never an empty one: its address is null, and a kernel that reads past it ends the process.
+        """
         count, half = len(self.seq), len(self.seq) // 2
         parts = (slice(half), slice(half, None), slice(count - 1), slice(1, None))
         for part in parts if count > 1 else ():
             prefix = self.prefix if self.prefix is None else self.prefix[part]
             yield replace(self, seq=self.seq[part], prefix=prefix, last=self.last[part])
-        if self.free:
+        if len(self.free) > 1:
             yield replace(self, free=self.free[: len(self.free) // 2])
 
     @property
