@@ -84,14 +84,14 @@ def copies() -> None:
             bench.report(f"{shape} {tokens} {layout} {label}", **row)
     setting(copy, UNITS_A_WARP=256)
     for block, programs in ((512, 256), (1024, 32), (1024, 64), (1024, 128), (2048, 32)):
-        label = setting(copy, SMALL_BLOCK=block, MAX_PROGRAMS=programs)
+        label = setting(copy, FLAG_BLOCK=block, MAX_PROGRAMS=programs)
         row = {}
         for shape in ("mla", "8b"):
             pools = bench.Pools(shape, 256, 1, "layer_first")
             took = bench.milliseconds(pools.load_at_once, 15)
             row[shape] = pools.bytes / took / 1e6
         bench.report(f"small {label}", **row)
-    setting(copy, SMALL_BLOCK=1024, MAX_PROGRAMS=128)
+    setting(copy, SMALL_BLOCK=1024, FLAG_BLOCK=512, MAX_PROGRAMS=128)
 
 
 def capped() -> None:

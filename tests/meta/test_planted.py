@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import TreeDriver, Violation, resolve
 from refcache.oracle.planted import PlantedBug, all_bugs, find, smoke
@@ -137,7 +138,7 @@ def test_the_printed_program_runs_and_shows_the_same_rule(name: str, tmp_path: P
     assert len(failure.steps) <= 12
     program = tmp_path / "program.py"
     program.write_text("\n".join(failure.steps))
-    env = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, env=env)
+    command = [sys.executable, program]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert ran.returncode == 1
     assert f"{Violation.__name__}: {failure.rule}: " in ran.stderr

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Target, Violation, resolve
 from refcache.oracle.naive import NaiveAllocator, NaiveTarget
@@ -161,7 +162,7 @@ def test_unknown_suites_and_sizes_are_refused() -> None:
 def test_pytest_pyargs_judges_the_named_target(
     target: str | None, passed: int, skipped: int
 ) -> None:
-    env = {"PYTHONPATH": ":".join(p for p in sys.path if p), "REFCACHE_EXAMPLES": "3"}
+    env = environment(REFCACHE_EXAMPLES="3")
     if target is not None:
         env["REFCACHE_TARGET"] = target
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs"]

@@ -36,5 +36,6 @@ def kernel_ops() -> SimpleNamespace:
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Units a tile of the copy: small ones cut every transfer into many, with partial ends."""
     kernel = import_module("refcache_ops.copy.kernel")
-    monkeypatch.setattr(kernel, "SMALL_BLOCK", request.param)
+    for block in ("SMALL_BLOCK", "FLAG_BLOCK"):
+        monkeypatch.setattr(kernel, block, request.param)
     return int(request.param)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from environment import environment
 from refcache import reference
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
@@ -302,7 +303,7 @@ def test_the_printed_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert failure.steps[-1] == "d.transfer(TransferCase())"
     program = tmp_path / "program.py"
     program.write_text("\n".join(failure.steps))
-    env = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
-    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env)
+    command = [sys.executable, str(program)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert ran.returncode == 1
     assert f"Violation: {failure.rule}: backup_all_layer: wrong bytes" in ran.stderr

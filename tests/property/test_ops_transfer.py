@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,28 @@ def test_pairs_are_a_set(kernel_ops: SimpleNamespace, tile: int, op: str, layout
     for pairs in ([], whole[:1], whole, whole[::-1], random.Random(1).sample(whole, 7)):
         case = cases.TransferCase(op, layout, pairs=tuple(pairs), max_programs=2)
         assert case_check.transfer_errors(case, kernel_ops) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "cap", "least", "block"),
+    [
+        ("load_layers", 0, 1 << 22, "FLAG_BLOCK"),
+        ("load_layers", 0, 1, "SMALL_BLOCK"),
+        ("load_layers", 2, 1 << 22, "LARGE_BLOCK"),
+        ("load_per_layer", 0, 1 << 22, "SMALL_BLOCK"),
+        ("load_per_layer", 2, 1 << 22, "LARGE_BLOCK"),
+    ],
+)
+def test_tiles_are_small_for_small_loads_with_flags_and_large_under_a_cap(
+    kernel_ops: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
+    op: str, cap: int, least: int, block: str,
+) -> None:  # fmt: skip
+    kernel, seen = import_module("refcache_ops.copy.kernel"), []
+    monkeypatch.setattr(kernel, "FLAG_UNITS", least)
+    monkeypatch.setattr(kernel, "launch", lambda kernel, grid, key, *rest: seen.append(key[3]))
+    case = cases.TransferCase(op, max_programs=cap)
+    case_check.call(case, case_check.build(case), kernel_ops)
+    assert seen == [getattr(kernel, block)]
 
 
 @pytest.mark.parametrize("op", cases.OPS)

@@ -161,9 +161,12 @@ def run(
         if flags is not None:
             flags[first_layer : first_layer + layers] += FLAG_EPOCH
         return
-    block = LARGE_BLOCK if 0 < max_programs < 8 else SMALL_BLOCK
-    if flags is not None and layers * items * sum(plan.row) < FLAG_UNITS:
+    if 0 < max_programs < 8:
+        block = LARGE_BLOCK
+    elif flags is not None and layers * items * sum(plan.row) < FLAG_UNITS:
         block = FLAG_BLOCK
+    else:
+        block = SMALL_BLOCK
     tiles = layers * sum(-(-items * row // block) for row in plan.row)
     host_side: tuple[Any, ...] = (
         transfer.host, host_indices.contiguous(), plan.host, plan.page, False,
