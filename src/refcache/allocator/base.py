@@ -76,7 +76,7 @@ class BaseTokenToKVPoolAllocator:
 
     def available_size(self) -> int:
         """Free tokens: both lists. Pages queued in an open free group are not free yet."""
-        return (len(self.free_pages) + len(self.release_pages)) * self.page_size
+        return (self.free_pages.numel() + self.release_pages.numel()) * self.page_size
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """``need_size`` slots in whole pages, from the front of the free list.
@@ -115,7 +115,7 @@ class BaseTokenToKVPoolAllocator:
             return
         self.runtime.host_sync()
         pages = self._pages_of(free_index)
-        low, high = int(pages.min()), int(pages.max())
+        low, high = (int(bound) for bound in pages.aminmax())
         if low < 1 or high > self.num_pages:
             raise InvalidSlot(
                 f"free of page {low if low < 1 else high}: expected pages 1 to {self.num_pages}"
@@ -178,9 +178,9 @@ class BaseTokenToKVPoolAllocator:
 
     def _take(self, num_pages: int) -> torch.Tensor | None:
         """Take pages off the front of the free list; None when there are too few."""
-        if self.need_sort and num_pages > len(self.free_pages):
+        if self.need_sort and num_pages > self.free_pages.numel():
             self.merge_and_sort_free()
-        if num_pages > len(self.free_pages):
+        if num_pages > self.free_pages.numel():
             return None
         pages = self.free_pages[:num_pages]
         self.free_pages = self.free_pages[num_pages:]

@@ -97,18 +97,18 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """One slot a request, for its token ``seq_lens[i] - 1``. Contract as ``alloc_extend``."""
         self._check_batch(seq_lens, seq_lens_cpu, last_loc)
-        before = seq_lens_cpu - 1
-        if bool((before < 0).any()):
+        if seq_lens_cpu.numel() and int(seq_lens_cpu.min()) < 1:
             raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
+        before = seq_lens_cpu - 1
         self._check_last_loc(last_loc, before)
-        opens = int((before % self.page_size == 0).sum())
+        opens = before.numel() - int((before % self.page_size).count_nonzero())
         return self._grow(
             opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
         )
 
     def _grow(self, num_pages: int, slots: Any) -> torch.Tensor | None:
         """Take ``num_pages`` and compute ``slots(the free list they head)``."""
-        if self.need_sort and num_pages > len(self.free_pages):
+        if self.need_sort and num_pages > self.free_pages.numel():
             self.merge_and_sort_free()
         free = self.free_pages
         if self._take(num_pages) is None:
@@ -126,12 +126,12 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 )
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
-        if last_loc.device.type != "cpu" or not len(last_loc):
+        if last_loc.device.type != "cpu" or not last_loc.numel():
             return
         page_size, end = self.page_size, self.size + self.page_size
         low, high = last_loc.aminmax()
         inside = page_size <= int(low) and int(high) < end
-        if inside and not bool(((last_loc + 1 - prefix_lens) % page_size).any()):
+        if inside and not int(((last_loc + 1 - prefix_lens) % page_size).count_nonzero()):
             return
         pairs = zip(last_loc.tolist(), prefix_lens.tolist(), strict=True)
         for i, (last, prefix) in enumerate(pairs):  # which one, unless it has no prefix

@@ -71,14 +71,6 @@ def alloc_paged_token_slots_decode(
     return _got(slots, f"alloc_decode of {len(seq_lens_cpu)} tokens", tree_cache)
 
 
-def get_last_loc(
-    req_to_token_pool: Any, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
-) -> torch.Tensor:
-    """The slot of each request's token ``prefix_lens[i] - 1``, int64; -1 where there is none."""
-    last: torch.Tensor = req_to_token_pool.read(req_pool_indices, prefix_lens - 1)
-    return torch.where(prefix_lens > 0, last, -1)
-
-
 def write_cache_indices(batch: "ScheduleBatch", out_cache_loc: torch.Tensor) -> None:
     """Write each request's row: the slots of its prefix, then its part of ``out_cache_loc``."""
     pool, start = batch.req_to_token_pool, 0
@@ -129,11 +121,10 @@ def alloc_for_decode(batch: "ScheduleBatch") -> torch.Tensor:
     if batch.tree_cache.page_size == 1:
         out_cache_loc = alloc_token_slots(batch.tree_cache, len(batch.reqs))
     else:
+        # a request that decodes has a prompt, so its last token has a slot
+        last_loc = batch.req_to_token_pool.read(batch.req_pool_indices, positions - 1)
         out_cache_loc = alloc_paged_token_slots_decode(
-            batch.tree_cache,
-            batch.seq_lens,
-            batch.seq_lens_cpu,
-            get_last_loc(batch.req_to_token_pool, batch.req_pool_indices, positions),
+            batch.tree_cache, batch.seq_lens, batch.seq_lens_cpu, last_loc
         )
     batch.req_to_token_pool.write((batch.req_pool_indices, positions), out_cache_loc)
     return out_cache_loc

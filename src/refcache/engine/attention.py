@@ -97,7 +97,7 @@ class AttentionBackend:
         self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch
     ) -> torch.Tensor:
         """One new token a request."""
-        return self._attend(q, layer, batch, [1] * len(batch.rows))
+        return self._attend(q, layer, batch, [1] * len(batch.reqs))
 
     def _attend(
         self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch, new: list[int]

@@ -13,7 +13,6 @@ decode of a long replay.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -80,11 +79,6 @@ class TagLedger:
         self.tags[rows, positions] = out
 
 
-def _tensor(numbers: list[int]) -> torch.Tensor:
-    """int64; several times as fast as ``torch.tensor`` for a list of hundreds."""
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
-
-
 class ReadPlan(Protocol):
     """Which KV rows a forward reads and compares, beside the newest of each request."""
 
@@ -102,18 +96,16 @@ class SampledRows:
 
     def __init__(self, per_step: int = 64, seed: int = 0) -> None:
         self.per_step = per_step
-        self.random = Random(seed).random
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, batch: "ModelWorkerBatch") -> list[Cells]:
         if batch.forward_mode.is_extend():
             return read_every_row(batch)
-        rows, lengths = batch.rows, batch.seq_lens_cpu.tolist()
-        columns = [length - 1 for length in lengths]
-        for _ in range(self.per_step):
-            drawn = int(self.random() * len(lengths))
-            rows.append(rows[drawn])
-            columns.append(int(self.random() * lengths[drawn]))
-        return [Cells(_tensor(rows), _tensor(columns))]
+        rows, lengths = batch.req_pool_indices.cpu(), batch.seq_lens_cpu
+        drawn, column = torch.randint(1 << 62, (2, self.per_step), generator=self.generator)
+        drawn = drawn.remainder(len(lengths))
+        columns = torch.cat([lengths - 1, column.remainder(lengths[drawn])])
+        return [Cells(torch.cat([rows, rows[drawn]]), columns)]
 
 
 def read_nothing(batch: "ModelWorkerBatch") -> list[Cells]:

@@ -36,7 +36,7 @@ class FutureMap:
         self.runtime.launch(
             "store_to_map",
             run,
-            reads=[Region(next_token_ids, 0, 0, range(len(entries)))],
+            reads=[Region(next_token_ids, 0, 0, range(entries.numel()))],
             writes=[Region(self.token_ids_buf, 0, 0, entries)],
         )
 
@@ -52,6 +52,6 @@ class FutureMap:
             "resolve_future",
             run,
             reads=[Region(self.token_ids_buf, 0, 0, entries)],
-            writes=[Region(resolved, 0, 0, range(len(resolved)))],
+            writes=[Region(resolved, 0, 0, range(resolved.numel()))],
         )
         return resolved

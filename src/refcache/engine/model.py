@@ -118,7 +118,7 @@ class TagModel:
         self.runtime.launch(
             "embed",
             lambda: embed(batch, hidden, last),
-            reads=[Region(batch.input_ids, 0, 0, range(len(hidden)))],
+            reads=[Region(batch.input_ids, 0, 0, range(hidden.numel()))],
         )
         return hidden, last
 
@@ -144,7 +144,7 @@ class TagModel:
         """K and V rows of these tags; MLA has one row, and V is part of it."""
         assert self.pool is not None
         rows = [
-            torch.empty((len(hidden), p.head_num, p.head_dim), dtype=self.pool.dtype)
+            torch.empty((hidden.numel(), p.head_num, p.head_dim), dtype=self.pool.dtype)
             for p in self.pool.planes
         ]
 
@@ -160,6 +160,6 @@ class TagModel:
         self.runtime.launch(
             "sample",
             lambda: torch.remainder(out, self.config.vocab_size, out=next_token_ids),
-            writes=[Region(next_token_ids, 0, 0, range(len(out)))],
+            writes=[Region(next_token_ids, 0, 0, range(out.numel()))],
         )
         return next_token_ids

@@ -34,7 +34,7 @@ class GenerationBatchResult:
         runtime.host_access(
             "read_tokens",
             lambda: tokens.extend(self.next_token_ids.tolist()),
-            reads=[Region(self.next_token_ids, 0, 0, range(len(self.next_token_ids)))],
+            reads=[Region(self.next_token_ids, 0, 0, range(self.next_token_ids.numel()))],
         )
         return tokens
 

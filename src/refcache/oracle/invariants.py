@@ -22,6 +22,7 @@ from refcache.oracle.violation import Violation, switched_off
 Check = Callable[["State"], Iterator[str]]
 CHECKS: dict[str, Check] = {}
 """Every check of a state, by id, in the order in which they run."""
+BLOCK = 1 << 14  # slots compared at once: what fits into the processor's cache
 
 
 @dataclass(frozen=True)
@@ -281,11 +282,15 @@ def _out_of_page(slots: torch.Tensor, size: int, whole: bool = False) -> bool:
     """Whether some slot is not the next of the page that its run of ``size`` starts."""
     if whole and len(slots) % size:
         return True
-    first = slots[::size]
     if size == 1:
         return False
-    expected = (first[:, None] + torch.arange(size)).flatten()[: len(slots)]
-    return not torch.equal(slots, expected) or bool((first % size).any())
+    within = torch.arange(size, dtype=slots.dtype)
+    for part in torch.split(slots, BLOCK // size * size or size):
+        first = part[::size]
+        expected = (first[:, None] + within).flatten()[: len(part)]
+        if not torch.equal(part, expected) or int((first % size).count_nonzero()):
+            return True
+    return False
 
 
 @invariant("P0")

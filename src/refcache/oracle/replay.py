@@ -69,6 +69,7 @@ from refcache.types import (
 CHECKS = ("every", "sampled", "off")
 STUCK = 8  # steps in a row that may launch nothing
 CHUNK = 32768  # tokens of a prefill step: fewer, larger steps cost less here
+COLLECT_AT = 100_000  # new objects: the loop makes few cycles, and looking for them costs a tenth
 QUEUE = 16  # requests kept waiting, so that a batch never lacks candidates
 
 Progress = Callable[[int, int], None]
@@ -162,11 +163,10 @@ class ReplayResult:
 
 def prompt_of(request: TraceRequest) -> "array[int]":
     """``request.token_ids()``, made without a Python object a token."""
-    blocks = torch.tensor(request.hash_ids, dtype=torch.int64)[:, None] * BLOCK
-    ids = (blocks + torch.arange(BLOCK)).flatten()[: request.input_length]
-    tokens = array(TOKEN, bytes(4 * len(ids)))
-    torch.frombuffer(tokens, dtype=torch.int32).copy_(ids)  # the low 32 bits
-    return tokens
+    blocks = torch.tensor(request.hash_ids, dtype=torch.int64) * BLOCK
+    first = blocks.to(torch.int32)[:, None]  # the low 32 bits
+    ids = (first + torch.arange(BLOCK, dtype=torch.int32)).flatten()[: request.input_length]
+    return array(TOKEN, ids.numpy().tobytes())
 
 
 class CountingRadixCache(RadixCache):
@@ -242,6 +242,8 @@ def replay(
     keep = 1 if config.serial else QUEUE
     gc.collect()
     gc.freeze()  # what is alive now stays so; collections during the run need not look at it
+    collect_at = gc.get_threshold()
+    gc.set_threshold(COLLECT_AT)
     try:
         while True:
             waiting = len(scheduler.live_reqs) if config.serial else len(scheduler.waiting_queue)
@@ -261,6 +263,7 @@ def replay(
         violation.call = f"step {steps} of the replay, {counts.finished} requests finished"
         raise
     finally:
+        gc.set_threshold(*collect_at)
         gc.unfreeze()
     tree = scheduler.tree_cache
     moved: dict[str, int] = {}

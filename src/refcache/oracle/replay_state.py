@@ -40,21 +40,18 @@ class StateCheck:
     def after_step(self) -> None:
         if self.mode == "off":
             return
-        page = self.page
-        running = self.running()
+        page, private = self.page, 0
+        for req in self.scheduler.live_reqs.values():
+            if req.req_pool_idx is not None:
+                private += -(-req.kv_allocated_len // page) * page - req.cache_protected_len
         evictable, protected = self.tree.evictable_size(), self.tree.protected_size()
-        check_sums(
-            self.allocator.available_size(),
-            evictable,
-            protected,
-            sum([-(-r.kv_allocated_len // page) * page - r.cache_protected_len for r in running]),
-            self.allocator.size,
-        )
+        free = self.allocator.available_size()
+        check_sums(free, evictable, protected, private, self.allocator.size)
         self.since += 1
         if self.since >= max(STATE_EVERY, (evictable + protected) // TOKENS_A_STEP):
             self.every_rule()
         elif self.mode == "every":
-            self.ownership(running)
+            self.ownership(self.running())
 
     def every_rule(self) -> None:
         """Check every rule now; nothing when switched off."""

@@ -163,7 +163,8 @@ class KVCache:
 
         def run() -> None:
             for target, parts in zip(targets, rows, strict=True):
-                row = torch.cat(parts, dim=-1).to(self.dtype)
+                row = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+                row = row.to(self.dtype)
                 target.view(self.store_dtype)[loc] = row.view(self.store_dtype)
 
         regions = [self.region(plane, layer_id, loc) for plane in range(len(self.planes))]
