@@ -402,6 +402,20 @@ def test_a_fourth_load_waits_for_the_first(delay, monkeypatch):
             four_loads()
 
 
+def test_no_fourth_load_is_asked_of_a_target_that_does_not_wait_for_a_slot(monkeypatch):
+    """B31: a loop has at most as many loads running as there are slots."""
+    target = resolve("refcache")
+    monkeypatch.setattr(type(target), "capabilities", target.capabilities - {"load_slots"})
+    monkeypatch.setattr(HiCacheController, "_wait_for_load_slot", lambda self: None)
+    d = HiCacheDriver(target, size=16, host_size=40)
+    for token in range(8):
+        d.insert((token, 0))
+    run_on(d, "T; E 16; L; L; L; L; L")
+    d.admit((0, 0, 1))  # its forward waits for the loads so far: three more may run
+    run_on(d, "E 16; L; L")
+    d.wind_down()
+
+
 def unchecked_host_free(self, indices):
     self.free_slots = torch.cat([self.free_slots, indices])
     return len(indices)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from refcache.controller.layer_events import NUM_COUNTERS
 from refcache.oracle.hicache_checks import HiCacheChecks
 from refcache.oracle.request import Request
 
@@ -108,9 +109,13 @@ class HiCacheCalls(HiCacheChecks):
         return node, slots
 
     def _start_loads(self) -> None:
+        if self._loads == NUM_COUNTERS and "load_slots" not in self.target.capabilities:
+            self._on_machine(self.machine.synchronize)
+            self._loads = 0
         index = self.on_target(self.tree.ready_to_load_host_cache)
         if index >= 0:
             self.consumer = index
+            self._loads += 1
 
     def _poll(self) -> None:
         self.on_target(self.tree.check_hicache_events)
@@ -118,6 +123,7 @@ class HiCacheCalls(HiCacheChecks):
     def _settle_all(self) -> None:
         self._start_loads()
         self._on_machine(self.machine.synchronize)
+        self._loads = 0
         self._poll()
         left = [f"{t.kind} {t.op}" for t in self._host().transfers]
         self.require(not left, "L6", f"every copy is done and polled, but {left} are not released")
@@ -156,11 +162,13 @@ class HiCacheCalls(HiCacheChecks):
                 self.counter.set_consumer(-1)
 
         self.on_target(forward)
-        self.consumer = -1
+        loaded, self.consumer = self.consumer >= 0, -1
         self._results = machine.Event()
         self._results.record(self.forward_stream)
         if "fences" not in self.target.capabilities:
             self._on_machine(self._results.synchronize)
+            if loaded:  # it waited for the newest load, and loads finish in order
+                self._loads = 0
 
     def _cache(self, req: Request) -> None:
         self._on_machine(self._results.synchronize)

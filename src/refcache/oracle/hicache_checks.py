@@ -42,6 +42,7 @@ class HiCacheChecks(TreeDriver):
         self.forward_stream = self.machine.Stream("forward")
         self.in_flight: dict[tuple[str, Any], InFlight] = {}
         self.consumer = -1
+        self._loads = 0  # started since the host last knew that all were finished
         self.no_room = False
         self._seen: dict[str, Any] | None = None
         self.host_events = EventReplay(above=lambda: self.events)

@@ -12,6 +12,8 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
   for each forward before it goes on, as a loop without overlap does;
+* ``load_slots``: a load may be asked for while all slots of the layer counter are in use. Without
+  it the driver lets those loads finish first: a loop never has more batches in flight;
 * ``exact``: with the same calls it makes the choices of SGLang 0.5.10 (free page, victim);
 * ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
@@ -43,6 +45,7 @@ CAPABILITIES = frozenset(
         "hicache",
         "streams",
         "fences",
+        "load_slots",
         "exact",
         "ops",
         "ranks",

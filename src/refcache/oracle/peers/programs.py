@@ -269,7 +269,7 @@ def _b27(d: HiCacheDriver) -> None:
 @case(
     "B31",
     "a fourth load before the first has finished fails an assertion",
-    driver=HiCacheDriver, size=8, host_size=20,
+    driver=HiCacheDriver, variant="loads", size=8, host_size=20,
 )  # fmt: skip
 def _b31(d: HiCacheDriver) -> None:
     _run(d, (0, 1), (1, 1), (2, 1), (3, 1))
