@@ -85,16 +85,18 @@ class HostSlots:
         slots = indices.to("cpu", torch.int64)
         if len(slots) == 0:
             return 0
-        low, high = int(slots.min()), int(slots.max())
+        low, high = (int(bound) for bound in slots.aminmax())
         if low < 0 or high >= self.size:
             raise InvalidSlot(f"free of slots {low} to {high}: expected 0 to {self.size - 1}")
         pages = slots.view(-1, self.page_size)
-        if not torch.equal(pages % self.page_size, torch.arange(self.page_size).expand_as(pages)):
+        first = pages[:, 0]
+        whole = torch.equal(pages, first[:, None] + torch.arange(self.page_size))
+        if not whole or int((first % self.page_size).count_nonzero()):
             raise InvalidArgument(f"free of {pages.tolist()}: expected whole ascending pages")
         with self.lock:
-            free = slots[~self._held[slots]]
-            if len(free) or len(set(slots.tolist())) != len(slots):
-                twice = free if len(free) else slots
+            held = self._held[slots]
+            if not held.all() or len(set(first.tolist())) != len(first):
+                twice = slots if held.all() else slots[~held]
                 raise DoubleFree(f"free of host slot {int(twice[0])}: it is free, or named twice")
             self._held[slots] = False
             self.free_slots = torch.cat([self.free_slots, slots])
