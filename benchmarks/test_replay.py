@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from refcache.oracle.replay import ReplayConfig, replay
+from refcache.oracle.replay import replay
+from refcache.oracle.replay_config import ReplayConfig
 from refcache.oracle.request_trace import read_trace
 
 GB = 1 << 30

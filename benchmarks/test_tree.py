@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from refcache.oracle import CacheConfig, resolve
-from refcache.oracle.replay import prompt_of
+from refcache.oracle.replay_parts import prompt_of
 from refcache.oracle.request_trace import read_trace
 
 PAGE, CAPACITY = 64, 3_000_000

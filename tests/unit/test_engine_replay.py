@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import replay as module
-from refcache.oracle import replay_state
-from refcache.oracle.replay import CountingRadixCache, ReplayConfig, replay, replay_tree
+from refcache.oracle import replay_parts, replay_state
+from refcache.oracle.replay import replay
+from refcache.oracle.replay_config import ReplayConfig
+from refcache.oracle.replay_parts import CountingRadixCache, prompt_of
+from refcache.oracle.replay_tree import replay_tree
 from refcache.oracle.request_trace import TraceRequest, read_trace
 from refcache.oracle.violation import Violation
 from refcache.oracle.workload import synthesize
@@ -53,7 +55,7 @@ def common_prefix(a, b):
 
 def test_prompt_of_is_token_ids():
     for request in [*small(), TraceRequest(0, 513, 1, (8_388_606, 3))]:
-        assert module.prompt_of(request) == request.token_ids()
+        assert prompt_of(request) == request.token_ids()
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -164,7 +166,7 @@ class ServesAnotherPrefix(CountingRadixCache):
     ],
 )
 def test_a_broken_tree_is_caught(tree, check, rule, monkeypatch):
-    monkeypatch.setattr(module, "CountingRadixCache", tree)
+    monkeypatch.setattr(replay_parts, "CountingRadixCache", tree)
     with pytest.raises(Violation) as caught:
         replay(small(), ReplayConfig(64, 8192, check=check))
     assert caught.value.id == rule
@@ -184,7 +186,7 @@ def test_a_page_with_two_owners_is_caught_at_the_step(monkeypatch):
                 free[-1] = free[-2]
                 self.done = True
 
-    monkeypatch.setattr(module, "CountingRadixCache", Swaps)
+    monkeypatch.setattr(replay_parts, "CountingRadixCache", Swaps)
     config = ReplayConfig(64, 65536, check="every")
     with pytest.raises(Violation) as caught:
         replay(small(), config)
@@ -198,7 +200,7 @@ def test_every_rule_is_checked_now_and_then(monkeypatch):
     assert result.states_checked == result.steps // 4 + 1  # and at the end
     monkeypatch.setattr(replay_state, "TOKENS_A_STEP", 1)
     assert replay(small(), ReplayConfig(64, 8192)).states_checked == 1
-    monkeypatch.setattr(module, "CountingRadixCache", LosesALock)
+    monkeypatch.setattr(replay_parts, "CountingRadixCache", LosesALock)
     with pytest.raises(Exception, match=r"lock|free|C-READ|A\d|L1"):
         replay(small(), ReplayConfig(64, 8192))
 

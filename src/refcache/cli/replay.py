@@ -41,8 +41,8 @@ def replay(
     import torch
 
     from refcache.oracle import Violation
-    from refcache.oracle.replay import ReplayConfig
     from refcache.oracle.replay import replay as run
+    from refcache.oracle.replay_config import ReplayConfig
 
     config = ReplayConfig(
         page_size=page_size,
