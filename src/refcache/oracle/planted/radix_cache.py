@@ -92,6 +92,16 @@ def _evicts_all(original: Function) -> Function:
     return evict
 
 
+def _grad_left_off(original: Function) -> Function:
+    def evict(self: Any, params: Any) -> Any:
+        result = original(self, params)
+        if result.num_tokens_evicted > 2 * self.page_size:  # "the long way needs no gradients"
+            torch.set_grad_enabled(False)
+        return result
+
+    return evict
+
+
 def _delta_of_path(original: Function) -> Function:
     def inc_lock_ref(self: Any, node: Any) -> IncLockRefResult:
         original(self, node)
@@ -163,5 +173,12 @@ BUGS: tuple[PlantedBug, ...] = (
         "inc_lock_ref reports the whole path instead of what is newly protected",
         f"{CACHE}.inc_lock_ref",
         _delta_of_path,
+    ),
+    _bug(
+        "grad-mode-left-off",
+        "slip",
+        "an eviction of several pages switches autograd off and not on again",
+        f"{CACHE}.evict",
+        _grad_left_off,
     ),
 )
