@@ -8,8 +8,9 @@ from refcache.oracle.catalog import SENTENCES
 from refcache.oracle.driver import Driver
 from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.hicache_driver import HiCacheDriver
-from refcache.oracle.invariants import CHECKS, RequestView, State, check_state, violations
+from refcache.oracle.invariants import CHECKS, check_state, violations
 from refcache.oracle.loop_driver import LoopDriver
+from refcache.oracle.state import RequestView, State
 from refcache.oracle.streams_driver import StreamsDriver
 from refcache.oracle.target import CacheConfig, Target, resolve
 from refcache.oracle.tree_driver import TreeDriver

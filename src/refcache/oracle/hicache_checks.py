@@ -14,10 +14,10 @@ from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
 from refcache.oracle.host_content import HostContent
 from refcache.oracle.host_invariants import HostState, InFlight, check_host_state
 from refcache.oracle.host_view import HostView, TransferView
-from refcache.oracle.invariants import State
 from refcache.oracle.ledger import Prefix, RecordingAllocator
 from refcache.oracle.reentry import EvictingAllocator
 from refcache.oracle.request import Request
+from refcache.oracle.state import State
 from refcache.oracle.tree_driver import TreeDriver
 from refcache.oracle.violation import Violation
 from refcache.runtime import SimulatedRuntime, Tracker, eager, lazy

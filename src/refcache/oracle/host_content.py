@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from refcache.oracle.invariants import State
+from refcache.oracle.state import State
 from refcache.oracle.violation import Violation
 from refcache.reference import Layout
 from refcache.runtime import DeadIndex, RaceFound

@@ -1,6 +1,6 @@
 """Rules about a two-tier state at a boundary between two calls; see :mod:`refcache.oracle.catalog`.
 
-A :class:`HostState` is the one-tier :class:`~refcache.oracle.invariants.State` with the host view
+A :class:`HostState` is the one-tier :class:`~refcache.oracle.state.State` with the host view
 and the copies in flight. A copy in flight is known by what it was submitted with: its host slots
 and device slots must keep their owner until it is acknowledged (X1, X2).
 """
@@ -8,9 +8,10 @@ and device slots must keep their owner until it is acknowledged (X1, X2).
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from refcache.oracle.host_view import HostView, TransferView
-from refcache.oracle.invariants import State
+from refcache.oracle.state import State, register
 from refcache.oracle.violation import Violation, switched_off
 
 Slots = dict[str, tuple[int, ...]]
@@ -48,16 +49,7 @@ class HostState:
 
 HostCheck = Callable[[HostState], Iterator[str]]
 HOST_CHECKS: dict[str, HostCheck] = {}
-
-
-def host_invariant(rule: str) -> Callable[[HostCheck], HostCheck]:
-    """Register a function of a host state as the check of ``rule``."""
-
-    def register(check: HostCheck) -> HostCheck:
-        HOST_CHECKS[rule] = check
-        return check
-
-    return register
+host_invariant = partial(register, HOST_CHECKS)
 
 
 def check_host_state(state: HostState) -> None:

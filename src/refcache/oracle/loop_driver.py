@@ -19,8 +19,9 @@ from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.scheduler import Scheduler
 from refcache.errors import OutOfSlots
 from refcache.oracle.driver import Driver, step
-from refcache.oracle.invariants import RequestView, State, check_state, check_sums
+from refcache.oracle.invariants import check_state, check_sums
 from refcache.oracle.ledger import CountingAllocator, Ledger
+from refcache.oracle.state import RequestView, State
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.violation import Violation
 from refcache.types import ServerArgs

@@ -9,7 +9,8 @@ import torch
 
 from refcache.engine.req import Req
 from refcache.engine.scheduler import Scheduler
-from refcache.oracle.invariants import CHECKS, RequestView, State, check_state, check_sums
+from refcache.oracle.invariants import CHECKS, check_state, check_sums
+from refcache.oracle.state import RequestView, State
 from refcache.oracle.view import inspect_radix
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
 

@@ -12,9 +12,10 @@ import torch
 
 from refcache.oracle.driver import Driver
 from refcache.oracle.event_check import EventReplay
-from refcache.oracle.invariants import RequestView, State, check_state
+from refcache.oracle.invariants import check_state
 from refcache.oracle.ledger import Ledger, Prefix, RecordingAllocator
 from refcache.oracle.request import Request
+from refcache.oracle.state import RequestView, State
 from refcache.oracle.target import Target
 
 
