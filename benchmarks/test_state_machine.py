@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from refcache.oracle import HiCacheDriver, resolve
 from refcache.testing.hicache_machine import HiCacheMachine
-from refcache.testing.machines import Tally, machine_for
+from refcache.testing.machine import Tally, machine_for
 from refcache.testing.strategies import hicache_configs
 
 TARGET = 500

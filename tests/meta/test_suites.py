@@ -13,7 +13,8 @@ from refcache.oracle.naive import NaiveAllocator, NaiveTarget
 from refcache.oracle.planted import find
 from refcache.oracle.violation import without_rules
 from refcache.testing import list_suites, run_suite
-from refcache.testing.machines import TreeMachine, machine_for
+from refcache.testing.machine import machine_for
+from refcache.testing.tree_machine import TreeMachine
 
 
 class OnlyAllocator(Target):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from refcache.oracle.hicache_driver import HiCacheDriver
-from refcache.testing.machines import DriverMachine, TreeMachine
+from refcache.testing.machine import DriverMachine
 from refcache.testing.strategies import (
     chunks,
     hicache_configs,
@@ -23,6 +23,7 @@ from refcache.testing.strategies import (
     prompts,
     token,
 )
+from refcache.testing.tree_machine import TreeMachine
 
 quotas = st.one_of(st.none(), st.none(), st.integers(0, 12))
 much = st.integers(4, 24)

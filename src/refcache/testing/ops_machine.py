@@ -10,7 +10,7 @@ from refcache.oracle.driver import Call
 from refcache.oracle.ops_driver import OpsDriver
 from refcache.reference import alloc_cases, cases
 from refcache.reference.cases import TransferCase
-from refcache.testing.machines import DriverMachine
+from refcache.testing.machine import DriverMachine
 
 randoms = st.randoms(use_true_random=False)
 

@@ -17,20 +17,18 @@ from refcache.oracle import (
 from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.oracle.ops_driver import OpsDriver
 from refcache.oracle.ranks_driver import RanksDriver
-from refcache.testing.hicache_machine import HiCacheMachine
-from refcache.testing.machines import (
+from refcache.testing.allocator_machine import (
     AllocatorExactMachine,
     AllocatorMachine,
     AllocatorMisuseMachine,
-    DriverMachine,
-    LoopMachine,
-    TreeExactMachine,
-    TreeMachine,
-    TreeMisuseMachine,
 )
+from refcache.testing.hicache_machine import HiCacheMachine
+from refcache.testing.loop_machine import LoopMachine
+from refcache.testing.machine import DriverMachine
 from refcache.testing.ops_machine import OpsMachine
 from refcache.testing.ranks_machine import RanksMachine
 from refcache.testing.streams_machine import StreamsMachine
+from refcache.testing.tree_machine import TreeExactMachine, TreeMachine, TreeMisuseMachine
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from refcache.oracle.exact import check_profile
 from refcache.oracle.planted import PlantedBug, active_bugs
 from refcache.oracle.shrink import shrink as shrunk
 from refcache.oracle.violation import without_rules
-from refcache.testing.machines import DriverMachine, Tally, machine_for
+from refcache.testing.machine import DriverMachine, Tally, machine_for
 from refcache.testing.registry import EXACT, SUITES
 
 MAX_EXAMPLES = 100

@@ -95,3 +95,8 @@ def loop_configs(draw: st.DrawFn) -> dict[str, Any]:
         "max_prefill_tokens": draw(st.sampled_from([8, 64])),
         "schedule_policy": draw(st.sampled_from(["fcfs", "lpm"])),
     }
+
+
+def unsorted(config: dict[str, Any]) -> dict[str, Any]:
+    """Without ``need_sort``: SGLang merges its lists by an estimate, refcache when one is short."""
+    return {**config, "need_sort": False}

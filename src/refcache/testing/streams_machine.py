@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, rule
 
 from refcache.oracle.edges import EDGES
 from refcache.oracle.streams_driver import StreamsDriver
-from refcache.testing.machines import DriverMachine
+from refcache.testing.machine import DriverMachine
 from refcache.testing.strategies import PAGE_SIZES, prompts, token
 from refcache.types import WRITE_POLICIES
 
