@@ -94,6 +94,33 @@ print("ok")
     assert run_python(code, str(ROOT / "src"), str(ROOT / "aliases")) == "ok"
 
 
+def test_the_main_job_needs_neither_numpy_nor_triton(tmp_path: Path) -> None:
+    """Torch comes without numpy, and then ``Tensor.numpy`` raises."""
+    code = """
+import sys, warnings
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError(name)
+sys.modules["triton"] = None
+sys.meta_path.insert(0, Missing())
+warnings.simplefilter("ignore")  # torch says that numpy is not there
+from refcache.oracle.replay import replay
+from refcache.oracle.replay_config import ReplayConfig
+from refcache.oracle.workload import synthesize
+from refcache.testing import run_suite
+from refcache.oracle import resolve
+config = ReplayConfig(device_tokens=16384, host_ratio=2, check="every")
+result = replay(synthesize(8, seed=0), config)
+verdicts = {
+    suite: run_suite(suite, resolve("refcache"), max_examples=3).verdict
+    for suite in ("allocator.state", "tree.state", "hicache.state", "hicache.streams")
+}
+print(result.requests, *set(verdicts.values()))
+"""
+    assert run_python(code, str(ROOT / "src"), str(ROOT / "aliases")) == "8 ok"
+
+
 def test_entry_points_exist() -> None:
     groups = [PROJECT["project"]["scripts"], *PROJECT["project"].get("entry-points", {}).values()]
     for spec in (spec for group in groups for spec in group.values()):

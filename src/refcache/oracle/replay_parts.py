@@ -46,7 +46,9 @@ def prompt_of(request: TraceRequest) -> "array[int]":
     blocks = torch.tensor(request.hash_ids, dtype=torch.int64) * BLOCK
     first = blocks.to(torch.int32)[:, None]  # the low 32 bits
     ids = (first + torch.arange(BLOCK, dtype=torch.int32)).flatten()[: request.input_length]
-    return array(TOKEN, ids.numpy().tobytes())
+    tokens = array(TOKEN, bytes(4 * len(ids)))
+    torch.frombuffer(tokens, dtype=torch.int32).copy_(ids)
+    return tokens
 
 
 class CountingRadixCache(RadixCache):
