@@ -1,5 +1,9 @@
 """Every planted kernel bug passes its smoke test and is caught by the suite."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from refcache.errors import InvalidArgument
@@ -29,3 +33,12 @@ def test_a_bug_whose_line_is_gone_says_so() -> None:
     gone = kernels.line("gone", "slip", "", kernels.COPY, "no such line", "")
     with pytest.raises(InvalidArgument, match="0 times"), gone.active():
         pass
+
+
+def test_a_printed_program_ends_without_a_word_after_the_violation() -> None:
+    program = "from refcache.oracle.planted import plant; plant('kernel-page-in-32-bits')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""

@@ -1,5 +1,6 @@
 """The planted bugs by name. See :mod:`refcache.oracle.planted.bug`."""
 
+import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -34,6 +35,7 @@ PARTS = (
     kernels,
 )
 _PLANTED = ExitStack()
+atexit.register(_PLANTED.close)  # while modules can still be imported
 
 
 def all_bugs() -> tuple[PlantedBug, ...]:
