@@ -47,6 +47,9 @@ Where 0.5.23 differs in the table: it refuses a slot that is freed twice on the 
 (B31: without asking, a fourth load fails the same assertion); and its KV events have names of their
 own for each cache salt and LoRA adapter, but in their default format not for each `extra_key`,
 which is what the program uses (B39).
+
+B31 asks more than a release's own loop does, whose batches in flight are never more than the load
+slots: only the target `+loads` is held to it.
 """
 SGLANG = "https://github.com/sgl-project/sglang"
 
