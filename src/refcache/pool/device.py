@@ -159,13 +159,12 @@ class KVCache:
             low, high = (int(bound) for bound in loc.aminmax())
             if not 0 <= low <= high < slots:
                 raise InvalidSlot(f"slots {low} to {high}: expected 0 to {slots - 1}")
-        targets = [self._view(plane, layer_id) for plane in range(len(self.planes))]
+        local = self._local(layer_id)
 
         def run() -> None:
-            for target, parts in zip(targets, rows, strict=True):
+            for plane, parts in zip(self.planes, rows, strict=True):
                 row = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-                row = row.to(self.dtype)
-                target.view(self.store_dtype)[loc] = row.view(self.store_dtype)
+                plane.buffer[local][loc] = row.to(self.dtype).view(self.store_dtype)
 
         regions = [self.region(plane, layer_id, loc) for plane in range(len(self.planes))]
         self.runtime.launch("set_kv_buffer", run, writes=regions)
