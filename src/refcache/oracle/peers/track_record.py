@@ -27,13 +27,13 @@ from refcache.oracle.violation import Violation
 EDGES = """## Ordering edges
 
 `python scripts/peer_edges.py sglang:0.5.10+overlap` plays the calls of an overlap loop and collects
-every race. On 0.5.10, in about 80 cases a write policy, one edge is missing, the same under all
+every race. On 0.5.10, in 45 to 60 cases a write policy, one edge is missing, the same under all
 three policies: from the forward stream to the load stream (B07). It shows in two ways, and one
 fence orders both: a load writes device slots that a forward of their last owner still writes, and
 slots that one still reads (as a request does whose forward was launched when it was aborted). The
 copies to the host are ordered: a loop caches a request only when the results of its forward are
 there. On 0.5.23, whose controller waits for the forward stream before it loads and before it
-writes, no race was seen in 122 cases.
+writes, no race was seen in 181 cases.
 
 ## Differences that are no bugs
 
