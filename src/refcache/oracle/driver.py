@@ -48,6 +48,7 @@ class Driver:
         self.call_log: list[Call] = []
         self.found: Violation | None = None
         self._noted: Violation | None = None
+        self._settings: TorchSettings | None = None  # when the step that runs began
         self.reference = self._reference()
 
     def _reference(self) -> "Driver | None":
@@ -78,7 +79,7 @@ class Driver:
         result) is the consequence. So is what comes of a setting of torch that the call changed;
         it is put back.
         """
-        before = torch_settings()
+        before = self._settings or torch_settings()
         try:
             result = function(*args, **kwargs)
         except (Violation, KeyboardInterrupt):
@@ -162,6 +163,7 @@ def step(
         line = f"d.{method.__name__}({', '.join(map(repr, given))})"
         self.log.append(line)
         self.call_log.append((method.__name__, given))
+        self._settings = torch_settings()
         try:
             method(self, *args, **kwargs)
             self.check()
@@ -178,6 +180,8 @@ def step(
             if not switched_off():
                 raise
             self.stopped = True  # the ledger met what a rule would have reported
+        finally:
+            self._settings = None
 
     functools.update_wrapper(logged, method)
     return logged

@@ -34,7 +34,9 @@ def _out_of_page(slots: torch.Tensor, size: int, whole: bool = False) -> bool:
     if size == 1:
         return False
     within = torch.arange(size, dtype=slots.dtype)
-    for part in torch.split(slots, BLOCK // size * size or size):
+    block = max(BLOCK // size, 1) * size
+    for start in range(0, len(slots), block):
+        part = slots[start : start + block]
         first = part[::size]
         expected = (first[:, None] + within).flatten()[: len(part)]
         if not torch.equal(part, expected) or int((first % size).count_nonzero()):
