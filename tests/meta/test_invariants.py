@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from refcache.oracle import CHECKS, NodeView, RequestView, State, TreeView, violations
+from refcache.oracle.page_invariants import _out_of_page
 from refcache.oracle.violation import Violation
 
 
@@ -106,6 +107,9 @@ BROKEN: dict[str, list[Callable[[State], State]]] = {
     "P2": [
         with_node(2, device=torch.tensor([9, 8])),
         with_node(1, device=torch.tensor([4, 5, 7, 8])),
+        with_node(2, device=torch.tensor([8, 8])),
+        with_node(1, device=torch.tensor([4, 5, 6, 6])),
+        with_node(0, device=torch.tensor([2])),
     ],
     "P0": [with_node(2, device=torch.tensor([0, 1])), lambda state: replace(state, free=[6, 7])],
     "P1": [
@@ -114,7 +118,10 @@ BROKEN: dict[str, list[Callable[[State], State]]] = {
         lambda state: replace(state, queued=[6]),
         with_request(row=torch.tensor([2, 3, 4, 5, 6, 7, 8])),
     ],
-    "R1": [with_request(row=torch.tensor([2, 3, 4, 5, 6, 7, 11]))],
+    "R1": [
+        with_request(row=torch.tensor([2, 3, 4, 5, 6, 7, 11])),
+        with_request(row=torch.tensor([2, 3, 4, 4, 6, 7, 10])),
+    ],
     "R2": [
         with_request(row=torch.tensor([2, 3, 4, 5, 8, 9, 10])),
         with_request(cache_protected_len=4),
@@ -172,3 +179,14 @@ def test_silence_on_unusual_but_legal_states(case: str) -> None:
     if case == "a node on both tiers":
         state = replace(state, cached=None)
     assert fired(state) == []
+
+
+@pytest.mark.parametrize("size", [2, 3, 64, 50_000])
+def test_every_block_of_a_long_row_is_looked_at(size: int) -> None:
+    slots = torch.arange(size, 3 * size + 60_000 // size * size)
+    assert not _out_of_page(slots, size)
+    for place in (0, 1, len(slots) // 2, len(slots) - 1):
+        broken = slots.clone()
+        broken[place] += 1
+        assert _out_of_page(broken, size), place
+    assert _out_of_page(slots[1:], size)  # whole runs that do not start a page

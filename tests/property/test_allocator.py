@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from refcache.errors import RefcacheError
+from refcache.allocator import PagedTokenToKVPoolAllocator
+from refcache.errors import InvalidArgument, RefcacheError
 from refcache.oracle import AllocatorDriver, CacheConfig, Violation, resolve
 
 
@@ -99,3 +100,12 @@ def test_a_page_that_two_own_is_named() -> None:
         d.alloc(1)
     assert caught.value.call == "d.alloc(1)"
     assert caught.value.steps[-1] == "d.alloc(1)"
+
+
+@pytest.mark.parametrize("lengths", [[0], [3, 0], [-1, 5]])
+def test_a_decode_to_no_token_is_refused(lengths: list[int]) -> None:
+    allocator = PagedTokenToKVPoolAllocator(16, 2, torch.int64, "cpu", None)
+    seq_lens = torch.tensor(lengths)
+    with pytest.raises(InvalidArgument, match="expected 1 up"):
+        allocator.alloc_decode(seq_lens, seq_lens, torch.full_like(seq_lens, 3))
+    assert allocator.available_size() == 16

@@ -410,10 +410,38 @@ def test_no_fourth_load_is_asked_of_a_target_that_does_not_wait_for_a_slot(monke
     d = HiCacheDriver(target, size=16, host_size=40)
     for token in range(8):
         d.insert((token, 0))
-    run_on(d, "T; E 16; L; L; L; L; L")
-    d.admit((0, 0, 1))  # its forward waits for the loads so far: three more may run
-    run_on(d, "E 16; L; L")
+    run_on(d, "T; E 16")
+    waits, synchronize = [], d.machine.synchronize
+    d.machine.synchronize = lambda: (waits.append(len(d.log)), synchronize())
+    run_on(d, "L; L; L")
+    assert not waits
+    assert sum(transfer.kind == "load" for transfer in d._host().transfers) == 3
+    run_on(d, "L")
+    assert len(waits) == 1
+    run_on(d, "L; L")
+    assert len(waits) == 1
+    while d.machine.runnable():
+        d.work((0,))
+    d.poll()
+    run_on(d, "L; L")  # what is acknowledged is finished
+    assert len(waits) == 1
+    run_on(d, "T")
     d.wind_down()
+
+
+def test_a_forward_that_is_waited_for_ends_the_loads_before_it(monkeypatch):
+    target = resolve("refcache")
+    less = target.capabilities - {"load_slots", "fences"}
+    monkeypatch.setattr(type(target), "capabilities", less)
+    d = HiCacheDriver(target, size=16, host_size=40)
+    for token in range(6):
+        d.insert((token, 0))
+    run_on(d, "T; E 16; L; L")
+    waits, synchronize = [], d.machine.synchronize
+    d.machine.synchronize = lambda: (waits.append(len(d.log)), synchronize())
+    d.admit((2, 0, 1))  # the third load, and a forward
+    run_on(d, "L; L; L")
+    assert not waits
 
 
 def unchecked_host_free(self, indices):

@@ -215,6 +215,8 @@ def test_second_free_of_a_slot_is_refused_and_changes_nothing():
         ([0], InvalidArgument),  # half a page
         ([1, 2], InvalidArgument),  # parts of two pages
         ([1, 0], InvalidArgument),  # not ascending
+        ([0, 3], InvalidArgument),  # a head and a tail, of two pages
+        ([0, 1, 3, 4], InvalidArgument),  # the second is no page
         ([-2, -1], InvalidSlot),
         ([18, 19], InvalidSlot),
     ],
@@ -229,6 +231,22 @@ def test_bad_free_is_refused(slots, error):
         host.free(torch.tensor(slots, dtype=torch.float32))
     with pytest.raises(InvalidArgument):
         host.free(torch.tensor([slots]))
+
+
+def test_a_free_of_a_held_and_a_free_page_is_refused_whole():
+    _, host = pair()
+    host.alloc(4)
+    with pytest.raises(DoubleFree, match="host slot 4"):
+        host.free(torch.tensor([2, 3, 4, 5]))
+    assert host.available_size() == 14
+    assert host.free(torch.tensor([2, 3])) == 2
+
+
+def test_the_slot_behind_the_last_is_refused_at_page_size_1():
+    _, host = pair(page_size=1)
+    host.alloc(4)
+    with pytest.raises(InvalidSlot):
+        host.free(torch.tensor([host.size]))
 
 
 def test_check_held_wants_slots_that_were_handed_out():

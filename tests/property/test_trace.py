@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import refcache
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, InvalidTrace
 from refcache.oracle import TreeDriver, Violation, resolve
 from refcache.oracle.hicache_driver import HiCacheDriver
 from refcache.oracle.planted import find
@@ -273,6 +273,24 @@ def test_a_violation_before_the_damage_is_a_violation(trace: Trace, tmp_path: Pa
     write_trace(path, trace[0], lines)
     path.write_bytes(path.read_bytes()[:-40])
     assert judge_trace(path).n == n
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "reason"),
+    [
+        ("t.jsonl", 0, "the file is empty"),
+        ("t.jsonl.zst", 0, "the file is empty"),
+        ("t.jsonl.zst", 60, "the compressed data end before the first line"),
+    ],
+)
+def test_a_file_without_a_line_says_why(
+    trace: Trace, tmp_path: Path, name: str, left: int, reason: str
+) -> None:
+    path = tmp_path / name
+    write_trace(path, *trace)
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(InvalidTrace, match=reason):
+        judge_trace(path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator
 from refcache.engine import AddReqResult, PrefillAdder, Req, SamplingParams
+from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.keys import RadixKey, token_array
 from refcache.pool import ReqToTokenPool
 from refcache.tree import RadixCache
@@ -196,3 +197,12 @@ def test_a_load_that_is_refused_is_computed():
     req = make_req(adder, 15, 2)
     assert adder.add_one_req(req) is AddReqResult.CONTINUE
     assert (len(req.prefix_indices), req.extend_input_len, req.cached_tokens) == (0, 15, 0)
+
+
+@pytest.mark.parametrize(("selected", "tokens"), [(None, 8), ([1], 0), ([0, 1], 4), ([], 0)])
+def test_tokens_that_the_next_decode_takes(selected, tokens):
+    """A request opens a page when its last one is full."""
+    batch = ScheduleBatch.__new__(ScheduleBatch)
+    batch.token_to_kv_pool_allocator = make().token_to_kv_pool_allocator
+    batch.seq_lens_cpu = torch.tensor([4, 5, 8])
+    assert batch.new_tokens_required_next_decode(selected) == tokens

@@ -1,6 +1,9 @@
 """Every way in which a KV row can be wrong is found by the forward that reads it, and explained."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from refcache.engine import (
     ContentViolation,
@@ -12,6 +15,7 @@ from refcache.engine import (
     TokenizedGenerateReqInput,
     read_nothing,
 )
+from refcache.engine.schedule_batch import ForwardMode
 from refcache.types import ServerArgs
 
 PAGE, LAYERS = 4, 2
@@ -145,6 +149,43 @@ def test_a_sampled_decode_reads_the_new_rows_and_as_many_as_it_may_draw():
     before = check.rows_checked
     scheduler.step()
     assert check.rows_checked - before == (2 + 10) * LAYERS * 2
+
+
+def decode_of(rows, lengths):
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=torch.tensor(rows),
+        seq_lens_cpu=torch.tensor(lengths),
+    )
+
+
+def drawn_by(plan, rows, lengths):
+    [cells] = plan(decode_of(rows, lengths))
+    return list(zip(cells.rows.tolist(), cells.columns.tolist(), strict=True))
+
+
+def test_a_sampled_decode_draws_from_every_row_up_to_its_newest():
+    plan, rows, lengths = SampledRows(per_step=8, seed=1), [7, 2, 5], [1, 3, 9]
+    newest = [(7, 0), (2, 2), (5, 8)]
+    seen = set()
+    for _ in range(100):
+        cells = drawn_by(plan, rows, lengths)
+        assert cells[:3] == newest
+        assert len(cells) == 3 + 8
+        seen |= set(cells[3:])
+    assert seen == {(r, j) for r, n in zip(rows, lengths, strict=True) for j in range(n)}
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_step_alone():
+    def steps(seed):
+        plan = SampledRows(per_step=64, seed=seed)
+        return [drawn_by(plan, [0, 1], [50, 60]) for _ in range(2)]
+
+    first = steps(3)
+    torch.manual_seed(9)
+    assert steps(3) == first
+    assert first[0] != first[1]
+    assert steps(4)[0] != first[0]
 
 
 def test_every_decode_reads_all_rows():

@@ -4,7 +4,9 @@ The trace is Mooncake's conversation trace (see ``docs/cli.md``); the tests that
 where it is not.
 """
 
+import gc
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -173,7 +175,8 @@ def test_a_broken_tree_is_caught(tree, check, rule, monkeypatch):
     assert "of the replay" in caught.value.call
 
 
-def test_a_page_with_two_owners_is_caught_at_the_step(monkeypatch):
+@pytest.mark.parametrize("check", ["every", "sampled"])
+def test_a_page_with_two_owners_is_caught(check, monkeypatch):
     """One page leaks and another is free twice: sums agree, ownership does not."""
 
     class Swaps(CountingRadixCache):
@@ -187,7 +190,7 @@ def test_a_page_with_two_owners_is_caught_at_the_step(monkeypatch):
                 self.done = True
 
     monkeypatch.setattr(replay_parts, "CountingRadixCache", Swaps)
-    config = ReplayConfig(64, 65536, check="every")
+    config = ReplayConfig(64, 65536, check=check)
     with pytest.raises(Violation) as caught:
         replay(small(), config)
     assert caught.value.id == "P1"
@@ -200,9 +203,47 @@ def test_every_rule_is_checked_now_and_then(monkeypatch):
     assert result.states_checked == result.steps // 4 + 1  # and at the end
     monkeypatch.setattr(replay_state, "TOKENS_A_STEP", 1)
     assert replay(small(), ReplayConfig(64, 8192)).states_checked == 1
+
+
+@pytest.mark.parametrize("check", ["every", "sampled"])
+def test_every_rule_is_one_of_them(check, monkeypatch):
+    """A leaf that is not listed as evictable: no sum, no owner and no row is wrong."""
+
+    class Unlisted(CountingRadixCache):
+        def cache_finished_req(self, req, is_insert=True):
+            super().cache_finished_req(req, is_insert)
+            self.evictable_leaves.discard(next(iter(self.evictable_leaves), None))
+
+    monkeypatch.setattr(replay_parts, "CountingRadixCache", Unlisted)
+    with pytest.raises(Violation) as caught:
+        replay(small(), ReplayConfig(64, 65536, check=check))
+    assert caught.value.id == "A3"
+
+
+def test_a_lost_lock_is_noticed(monkeypatch):
     monkeypatch.setattr(replay_parts, "CountingRadixCache", LosesALock)
     with pytest.raises(Exception, match=r"lock|free|C-READ|A\d|L1"):
         replay(small(), ReplayConfig(64, 8192))
+
+
+def test_every_compares_more_rows_than_sampled():
+    every, sampled = (
+        replay(small(), ReplayConfig(64, 65536, check=check)).rows_checked
+        for check in ("every", "sampled")
+    )
+    assert every > 2 * sampled
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_garbage_collector_is_left_as_it_was(stops):
+    def progress(finished, total):
+        if stops:
+            raise KeyboardInterrupt
+
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(KeyboardInterrupt) if stops else nullcontext():
+        replay(small(), ReplayConfig(64, 8192), progress)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -3,9 +3,9 @@
 Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
 request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
 slots, X copies in flight, Q and B load-back, W writes to the host, Z whole operations. Functions of
-the inspected state are in :mod:`refcache.oracle.invariants` and
-:mod:`refcache.oracle.host_invariants`; rules about one call are checked by the drivers that make
-the call.
+the inspected state are in :mod:`refcache.oracle.tree_invariants`,
+:mod:`refcache.oracle.page_invariants` and :mod:`refcache.oracle.host_invariants`; rules about one
+call are checked by the drivers that make the call.
 """
 
 from refcache.errors import UnknownName

@@ -119,6 +119,8 @@ class HiCacheCalls(HiCacheChecks):
 
     def _poll(self) -> None:
         self.on_target(self.tree.check_hicache_events)
+        if self._loads and all(t.kind != "load" for t in self._host().transfers):
+            self._loads = 0
 
     def _settle_all(self) -> None:
         self._start_loads()
@@ -162,13 +164,12 @@ class HiCacheCalls(HiCacheChecks):
                 self.counter.set_consumer(-1)
 
         self.on_target(forward)
-        loaded, self.consumer = self.consumer >= 0, -1
+        self.consumer = -1
         self._results = machine.Event()
         self._results.record(self.forward_stream)
         if "fences" not in self.target.capabilities:
             self._on_machine(self._results.synchronize)
-            if loaded:  # it waited for the newest load, and loads finish in order
-                self._loads = 0
+            self._loads = 0  # it waited for the newest load, and loads finish in order
 
     def _cache(self, req: Request) -> None:
         self._on_machine(self._results.synchronize)

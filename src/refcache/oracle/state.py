@@ -93,6 +93,7 @@ def register(checks: dict[str, Rule], rule: str) -> Callable[[Rule], Rule]:
     """A decorator: the function is the check of ``rule`` in ``checks``."""
 
     def add(check: Rule) -> Rule:
+        assert rule not in checks, rule
         checks[rule] = check
         return check
 

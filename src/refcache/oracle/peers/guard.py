@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 _spans: list[tuple[str, int, int]] = []
@@ -24,6 +23,7 @@ def reads_outside() -> Iterator[list[str]]:
 
 def install() -> None:
     """Patch Triton's interpreter: launches say which tensors they have, loads are checked."""
+    import numpy as np  # Triton's interpreter has it
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor

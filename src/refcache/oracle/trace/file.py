@@ -136,7 +136,9 @@ class TraceReader:
             raise
 
     def _read_header(self) -> Header:
-        first = next(self._lines, "the file is empty")
+        packed = str(self.path).endswith(".zst") and Path(self.path).stat().st_size > 0
+        nothing = "the compressed data end before the first line" if packed else "the file is empty"
+        first = next(self._lines, nothing)
         if isinstance(first, str):
             raise InvalidTrace(self.path, 1, None, first)
         try:
