@@ -122,6 +122,14 @@ def test_a_release_that_is_not_there_says_how_to_get_it(
         resolve("sglang:0.5.10")
 
 
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_loaded", [])
+    monkeypatch.setattr(engine, "unpacked", lambda: list(VERSIONS))
+    monkeypatch.setattr(engine, "find_spec", {"triton": True}.get)
+    with pytest.raises(MissingExtra, match="needs numpy, not installed"):
+        resolve("sglang:0.5.10")
+
+
 SEQUENCES = 10_000
 PARTS = 10
 

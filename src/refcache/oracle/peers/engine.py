@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def load(version: str) -> Engine:
     """Import a release; the same one again is the same object.
 
     Raises:
-        MissingExtra: it is not unpacked.
+        MissingExtra: it is not unpacked, or what its kernels need is not installed.
         InvalidArgument: another release was imported, or Triton was, without its interpreter.
     """
     if _loaded:
@@ -79,6 +80,9 @@ def load(version: str) -> Engine:
         return _loaded[0]
     if version not in unpacked():
         raise MissingExtra(f"sglang {version} is not unpacked in {root()}: run `make peers`")
+    missing = [name for name in ("numpy", "triton") if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"sglang {version} needs {' and '.join(missing)}, not installed here")
     _interpret_triton()
     sys.path.insert(0, str(folder(version).resolve()))
     logging.getLogger("sglang").setLevel(logging.ERROR)
