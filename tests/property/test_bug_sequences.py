@@ -402,6 +402,13 @@ def test_a_fourth_load_waits_for_the_first(delay, monkeypatch):
             four_loads()
 
 
+def waits_of(driver):
+    """A list that grows with each wait of the host for the whole machine."""
+    waits, synchronize = [], driver.machine.synchronize
+    driver.machine.synchronize = lambda: (waits.append(len(driver.log)), synchronize())
+    return waits
+
+
 def test_no_fourth_load_is_asked_of_a_target_that_does_not_wait_for_a_slot(monkeypatch):
     """B31: a loop has at most as many loads running as there are slots."""
     target = resolve("refcache")
@@ -411,8 +418,7 @@ def test_no_fourth_load_is_asked_of_a_target_that_does_not_wait_for_a_slot(monke
     for token in range(8):
         d.insert((token, 0))
     run_on(d, "T; E 16")
-    waits, synchronize = [], d.machine.synchronize
-    d.machine.synchronize = lambda: (waits.append(len(d.log)), synchronize())
+    waits = waits_of(d)
     run_on(d, "L; L; L")
     assert not waits
     assert sum(transfer.kind == "load" for transfer in d._host().transfers) == 3
@@ -437,8 +443,7 @@ def test_a_forward_that_is_waited_for_ends_the_loads_before_it(monkeypatch):
     for token in range(6):
         d.insert((token, 0))
     run_on(d, "T; E 16; L; L")
-    waits, synchronize = [], d.machine.synchronize
-    d.machine.synchronize = lambda: (waits.append(len(d.log)), synchronize())
+    waits = waits_of(d)
     d.admit((2, 0, 1))  # the third load, and a forward
     run_on(d, "L; L; L")
     assert not waits

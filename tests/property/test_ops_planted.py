@@ -1,11 +1,11 @@
 """Every planted kernel bug passes its smoke test and is caught by the suite."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
+from environment import environment
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
 from refcache.oracle.planted import PlantedBug, kernels
@@ -37,8 +37,6 @@ def test_a_bug_whose_line_is_gone_says_so() -> None:
 
 def test_a_printed_program_ends_without_a_word_after_the_violation() -> None:
     program = "from refcache.oracle.planted import plant; plant('kernel-page-in-32-bits')"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert ended.stderr == ""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -94,7 +94,7 @@ print("ok")
     assert run_python(code, str(ROOT / "src"), str(ROOT / "aliases")) == "ok"
 
 
-def test_the_main_job_needs_neither_numpy_nor_triton(tmp_path: Path) -> None:
+def test_the_main_job_needs_neither_numpy_nor_triton() -> None:
     """Torch comes without numpy, and then ``Tensor.numpy`` raises."""
     code = """
 import sys, warnings

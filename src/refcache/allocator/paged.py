@@ -101,7 +101,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
         before = seq_lens_cpu - 1
         self._check_last_loc(last_loc, before)
-        opens = before.numel() - int((before % self.page_size).count_nonzero())
+        opens = int((before % self.page_size == 0).count_nonzero())
         return self._grow(
             opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
         )

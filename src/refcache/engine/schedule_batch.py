@@ -216,11 +216,11 @@ class ScheduleBatch:
     ) -> None:
         """Keep the requests of ``keep_indices``; by default those that are not finished."""
         if keep_indices is None:
-            keep_indices = [i for i, r in enumerate(self.reqs) if r.finished_reason is None]
-            if chunked_req_to_exclude:
-                keep_indices = [
-                    i for i in keep_indices if self.reqs[i] not in chunked_req_to_exclude
-                ]
+            keep_indices = [
+                i
+                for i, r in enumerate(self.reqs)
+                if r.finished_reason is None and r not in chunked_req_to_exclude
+            ]
         if len(keep_indices) == len(self.reqs):
             return
         self.reqs = [self.reqs[i] for i in keep_indices]
@@ -252,8 +252,7 @@ class ScheduleBatch:
         lengths = self.seq_lens_cpu
         if selected_indices is not None:
             lengths = lengths[selected_indices]
-        inside = int((lengths % page_size).count_nonzero())
-        return (lengths.numel() - inside) * int(page_size)
+        return int((lengths % page_size == 0).count_nonzero()) * int(page_size)
 
     def check_decode_mem(self, selected_indices: list[int] | None = None) -> bool:
         """Whether the next decode step fits, after evicting what it needs."""

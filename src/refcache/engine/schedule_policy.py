@@ -79,9 +79,9 @@ class PrefillAdder:
         self.can_run_list: list[Req] = []
         self.new_chunked_req: Req | None = None
         self.cur_rem_token_offset = 0
-        remaining = [r.max_new_tokens - len(r.output_ids) for r in running_batch.reqs]
         self.rem_total_token_offset: float = new_token_ratio * sum(
-            [n if n < CLIP_MAX_NEW_TOKENS else CLIP_MAX_NEW_TOKENS for n in remaining]
+            min(r.max_new_tokens - len(r.output_ids), CLIP_MAX_NEW_TOKENS)
+            for r in running_batch.reqs
         )
 
     @property

@@ -62,18 +62,12 @@ class CountingRadixCache(RadixCache):
         return result
 
 
-class CountingHiRadixCache(HiRadixCache):
-    """A two-tier tree that counts what it evicts, and the tokens that move between the tiers."""
+class CountingHiRadixCache(CountingRadixCache, HiRadixCache):
+    """A two-tier tree that also counts the tokens that move between the tiers."""
 
-    evicted_tokens = 0
     host_hit_tokens = 0
     written_tokens = 0
     loaded_tokens = 0
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        result = super().evict(params)
-        self.evicted_tokens += result.num_tokens_evicted
-        return result
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
         written = super().write_backup(node, write_back)

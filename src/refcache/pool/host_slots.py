@@ -94,9 +94,9 @@ class HostSlots:
         if not whole or int((first % self.page_size).count_nonzero()):
             raise InvalidArgument(f"free of {pages.tolist()}: expected whole ascending pages")
         with self.lock:
-            held = self._held[slots]
-            if not held.all() or len(set(first.tolist())) != len(first):
-                twice = slots if held.all() else slots[~held]
+            free = slots[~self._held[slots]]
+            if len(free) or len(set(first.tolist())) != len(first):
+                twice = free if len(free) else slots
                 raise DoubleFree(f"free of host slot {int(twice[0])}: it is free, or named twice")
             self._held[slots] = False
             self.free_slots = torch.cat([self.free_slots, slots])
