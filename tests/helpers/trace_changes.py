@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 import refcache
-from refcache.oracle import TreeDriver
-from refcache.oracle.hicache_driver import HiCacheDriver
+from refcache.oracle import HiCacheDriver, TreeDriver
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.events import BlockRemoved
 from refcache.oracle.trace.judge import Judge, judge_lines

@@ -11,17 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from refcache import reference
+from refcache import oracle, reference
 from refcache.errors import RefcacheError
 from refcache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from refcache.oracle import AllocatorDriver, LoopDriver, StreamsDriver, Violation, resolve
+from refcache.oracle import (
+    AllocatorDriver,
+    AllocatorMisuseDriver,
+    Driver,
+    LoopDriver,
+    OpsDriver,
+    RanksDriver,
+    StreamsDriver,
+    TreeMisuseDriver,
+    Violation,
+    resolve,
+)
 from refcache.oracle.event_check import EventReplay
 from refcache.oracle.ledger import Ledger
-from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
-from refcache.oracle.ops_driver import OpsDriver
 from refcache.oracle.ops_target import OpsTarget
 from refcache.oracle.planted import PlantedBug, find
-from refcache.oracle.ranks_driver import RanksDriver
 from refcache.oracle.torch_settings import torch_settings
 from refcache.oracle.violation import without_rules
 from refcache.reference.alloc_cases import AllocCase
@@ -412,3 +420,19 @@ def test_silence_on_legal_events() -> None:
     below = EventReplay(above=lambda: above)
     below.apply([stored(8, 1, parent=7)])  # a write-back stores a page before its parent
     assert below.resident == {8: (0, 1)}
+
+
+def exported_drivers() -> list[type[Driver]]:
+    names = [getattr(oracle, name) for name in oracle.__all__]
+    return [n for n in names if isinstance(n, type) and issubclass(n, Driver) and n is not Driver]
+
+
+@pytest.mark.parametrize("driver", exported_drivers())
+def test_a_printed_program_imports_from_the_public_place_only(driver: type[Driver]) -> None:
+    target = resolve("refcache")
+    if target.lacks(driver.needs):
+        pytest.skip("the reference lacks the ops here")
+    program = driver(target).program()
+    imports = program[: program.index(next(line for line in program if line.startswith("d = ")))]
+    assert all(i == "import torch" or i.startswith("from refcache.oracle import") for i in imports)
+    exec("\n".join(program), {})

@@ -3,8 +3,7 @@
 import pytest
 
 from refcache.errors import UnknownName
-from refcache.oracle import AllocatorDriver, TreeDriver, Violation, resolve
-from refcache.oracle.naive import NaiveTarget
+from refcache.oracle import AllocatorDriver, NaiveTarget, TreeDriver, Violation, resolve
 from refcache.oracle.peers.engine import unpacked
 from refcache.oracle.planted import find
 from refcache.testing import run_suite

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from refcache.oracle import CHECKS, NodeView, RequestView, State, TreeView, violations
+from refcache.oracle import CHECKS, NodeView, RequestView, State, TreeView, Violation, violations
 from refcache.oracle.page_invariants import _out_of_page
-from refcache.oracle.violation import Violation
 
 
 def node(

@@ -13,7 +13,7 @@ from refcache.testing.xfails import Xfails, read_xfails
 
 LENIENT = """
 from refcache.oracle import Target
-from refcache.oracle.naive import NaiveAllocator
+from refcache.oracle import NaiveAllocator
 
 
 class Lenient(NaiveAllocator):

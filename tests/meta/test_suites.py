@@ -8,8 +8,7 @@ import pytest
 
 from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import Target, Violation, resolve
-from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+from refcache.oracle import NaiveAllocator, NaiveTarget, Target, Violation, resolve
 from refcache.oracle.planted import find
 from refcache.oracle.violation import without_rules
 from refcache.testing import list_suites, run_suite

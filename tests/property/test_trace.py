@@ -11,8 +11,7 @@ import pytest
 
 import refcache
 from refcache.errors import InvalidArgument, InvalidTrace
-from refcache.oracle import TreeDriver, Violation, resolve
-from refcache.oracle.hicache_driver import HiCacheDriver
+from refcache.oracle import HiCacheDriver, TreeDriver, Violation, resolve
 from refcache.oracle.planted import find
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.file import TraceReader, read_trace, write_trace

@@ -21,7 +21,7 @@ from refcache.oracle.trace import judge_trace
 from refcache.testing import campaign as c
 
 BROKEN = '''
-from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+from refcache.oracle import NaiveAllocator, NaiveTarget
 
 
 class Forgetful(NaiveAllocator):

@@ -141,7 +141,7 @@ def test_a_planted_bug_prints_and_reports_a_program(
 
 
 MINE = """
-from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+from refcache.oracle import NaiveAllocator, NaiveTarget
 
 
 class Twice(NaiveAllocator):
@@ -300,7 +300,7 @@ ROGUES = """
 import os
 
 from refcache.oracle import Target
-from refcache.oracle.naive import NaiveAllocator
+from refcache.oracle import NaiveAllocator
 
 print("imported")
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import replay_parts, replay_state
+from refcache.oracle import Violation, replay_parts, replay_state
 from refcache.oracle.replay import replay
 from refcache.oracle.replay_config import ReplayConfig
 from refcache.oracle.replay_parts import CountingRadixCache, prompt_of
 from refcache.oracle.replay_tree import replay_tree
 from refcache.oracle.request_trace import TraceRequest, read_trace
-from refcache.oracle.violation import Violation
 from refcache.oracle.workload import synthesize
 
 POLICIES = {

@@ -13,7 +13,7 @@ from refcache.oracle.report import write_failure
 from refcache.oracle.trace import judge_trace
 
 BROKEN = '''
-from refcache.oracle.naive import NaiveAllocator, NaiveTarget
+from refcache.oracle import NaiveAllocator, NaiveTarget
 
 
 class Forgetful(NaiveAllocator):

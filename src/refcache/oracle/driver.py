@@ -126,8 +126,10 @@ class Driver:
         return ""
 
     def program(self) -> list[str]:
-        """The log as a program that runs as it stands."""
+        """The log as a program that runs as it stands; refcache's names are the public ones."""
         name, module = type(self).__name__, type(self).__module__
+        if module.startswith("refcache.oracle."):
+            return [f"from refcache.oracle import {name}, resolve", *self.log]
         return [f"from {module} import {name}", "from refcache.oracle import resolve", *self.log]
 
     def replay(self, steps: int) -> "Driver":

@@ -93,7 +93,6 @@ class OpsDriver(Driver):
     def program(self) -> list[str]:
         return [
             "import torch",
-            "from refcache.reference.alloc_cases import AllocCase",
-            "from refcache.reference.cases import TransferCase",
+            "from refcache.oracle import AllocCase, TransferCase",
             *super().program(),
         ]

@@ -260,7 +260,7 @@ def explain(violation: Violation, driver: Driver | None) -> Failure:
     parts = [str(violation)]
     steps = violation.steps if driver is None else tuple(driver.program())
     for bug in active_bugs():
-        steps = ("from refcache.oracle.planted import plant", f"plant({bug.name!r})", *steps)
+        steps = ("from refcache.oracle import plant", f"plant({bug.name!r})", *steps)
     if driver is not None:
         before = driver.replay(driver.calls - 1).describe()
         parts += ["steps:\n" + "\n".join(f"    {line}" for line in steps)]
