@@ -1,16 +1,19 @@
 """Hypothesis profiles, and Triton's interpreter for the kernels.
 
 The interpreter must be chosen before Triton is first imported. ``HYPOTHESIS_PROFILE`` picks the
-profile; each draws the same cases every time. Hypothesis loads a profile "ci" of its own where
-``CI`` is set, so ours is loaded by name.
+profile; each draws the same cases every time, whatever is loaded. Hypothesis loads a profile "ci"
+of its own where ``CI`` is set, so ours is loaded by name.
 """
 
 import os
+from collections.abc import Iterator
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
+
+from refcache.testing.draws import without_local_constants
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,6 +21,12 @@ settings.register_profile("dev", max_examples=25, deadline=None, derandomize=Tru
 settings.register_profile("ci", settings.get_profile("dev"), max_examples=60)
 settings.register_profile("nightly", settings.get_profile("dev"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _only_the_seed_counts() -> Iterator[None]:
+    with without_local_constants():
+        yield
 
 
 @pytest.fixture(scope="session")

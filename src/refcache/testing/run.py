@@ -1,6 +1,7 @@
 """Runs suites on a target, and planted bugs against the suites: what ``refcache check`` calls.
 
-Runs are exact repetitions: same target, seed and size, same cases. A verdict is *ok*, *violation*
+Runs are exact repetitions: same target, seed and size, same cases, whatever else the process has
+imported, run or set (another version of Hypothesis may draw others). A verdict is *ok*, *violation*
 (a rule is broken, or a legal call raised), *skipped* (the target lacks a capability), or *unknown*
 (the harness itself failed). A file of expected failures (:mod:`refcache.testing.xfails`) turns a
 violation into *xfail*, and ok into *xpass*.
@@ -19,6 +20,7 @@ from refcache.oracle.exact import check_profile
 from refcache.oracle.planted import PlantedBug, active_bugs
 from refcache.oracle.shrink import shrink as shrunk
 from refcache.oracle.violation import without_rules
+from refcache.testing.draws import without_local_constants
 from refcache.testing.machine import DriverMachine, Tally, machine_for
 from refcache.testing.registry import EXACT, SUITES
 
@@ -238,21 +240,23 @@ def _run(machine: type[DriverMachine], max_examples: int, number: int) -> None:
     """Draw the cases, in batches that are as even as can be."""
     batches = -(-max_examples // BATCH)
     for batch in range(batches):
-        run_state_machine_as_test(
-            seed(f"{number}, batch {batch}")(machine),
-            settings=settings(
-                max_examples=(max_examples + batch) // batches,
-                stateful_step_count=machine.steps,
-                database=None,
-                deadline=None,
-                derandomize=False,
-                report_multiple_bugs=False,
-                print_blob=False,
-                verbosity=Verbosity.quiet,
-                phases=(Phase.generate,),  # shrinking is the oracle's: it replays logs
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        with without_local_constants():
+            run_state_machine_as_test(
+                seed(f"{number}, batch {batch}")(machine),
+                settings=settings(  # every one that there is: none is left to the user's profile
+                    max_examples=(max_examples + batch) // batches,
+                    stateful_step_count=machine.steps,
+                    backend="hypothesis",
+                    database=None,
+                    deadline=None,
+                    derandomize=False,
+                    report_multiple_bugs=False,
+                    print_blob=False,
+                    verbosity=Verbosity.quiet,
+                    phases=(Phase.generate,),  # shrinking is the oracle's: it replays logs
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
 
 
 def explain(violation: Violation, driver: Driver | None) -> Failure:
