@@ -6,9 +6,10 @@ what is written at one time lies close. Program ``p`` of ``n`` takes tiles p, p 
 flat run of units over consecutive items, so rows that are no power of two waste no lanes. Indices
 are widened to int64 before any product; strides are compile-time values, one kernel a geometry.
 
-With ``SIGNAL`` each tile adds its share of one epoch to its layer's flag once its bytes are
-written: a release at system scope, behind a barrier of the program. The shares of a layer sum to
-``FLAG_EPOCH``, and no proper part of them does, so a waiting stream sees complete layers only.
+With ``SIGNAL`` each program adds its share of one epoch to a layer's flag once its last tile of the
+layer is written: a release at system scope, behind a barrier of the program. The shares of a layer
+sum to ``FLAG_EPOCH``, and no proper part of them does, so a waiting stream sees complete layers
+only.
 """
 
 from collections.abc import Sequence
@@ -129,9 +130,14 @@ def copy_kernel(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
             tile -= plane_tiles
         if SIGNAL:
-            tl.debug_barrier()
-            share = tl.where(work % layer_tiles == 0, EPOCH - layer_tiles + 1, 1)
-            tl.atomic_add(flags + layer, share, sem="release", scope="sys")
+            # A program's tiles of one layer are as many apart as there are programs.
+            programs = tl.num_programs(0).to(tl.int64)
+            tile = work % layer_tiles
+            if tile + programs >= layer_tiles:
+                tl.debug_barrier()
+                others = tl.minimum(layer_tiles, programs) - 1
+                share = tl.where(tile % programs == 0, EPOCH - others, 1)
+                tl.atomic_add(flags + layer, share, sem="release", scope="sys")
         work += tl.num_programs(0)
 
 
