@@ -7,9 +7,9 @@ namespace. EAGLE speculative decoding caches under *bigrams*, element i being th
 
 A *page hash* names a page and its whole prefix: ``H(hash of the page before, tokens of the page)``.
 Chains start at the root of the namespace and never restart, so a split of a tree node leaves them
-as they were. The encoding (SHA-256, 4 bytes a token, little-endian, the previous digest first) is
-SGLang's ``get_hash_str``; that the namespace enters the chain is refcache's rule (SGLang 0.5.10
-leaves it out, so two tenants share the keys of the lower tiers).
+as they were. Hashes are hex text, made by :func:`get_hash_str`, in SGLang's encoding; that the
+namespace enters the chain is refcache's rule (SGLang 0.5.10 leaves it out, so two tenants share the
+keys of the lower tiers).
 """
 
 import hashlib
@@ -79,7 +79,11 @@ class RadixKey:
         self.is_bigram = is_bigram
 
     @property
-    def token_ids(self) -> "array[int]":
+    def token_ids(self) -> list[Any]:
+        """The elements, as a new list: tokens, or pairs."""
+        return list(self)
+
+    def raw_token_ids(self) -> "array[int]":
         """The tokens under the key (one more than ``len`` for a bigram key). Do not modify."""
         return self._tokens
 
@@ -126,8 +130,16 @@ class RadixKey:
         return self[: len(self) // page_size * page_size]
 
     def child_key(self, page_size: int) -> Hashable:
-        """The first page with its namespace: what a tree node files a child under."""
-        return (self.extra_key, self._tokens[: page_size + self.is_bigram].tobytes())
+        """The first page with its namespace: what a tree node files a child under.
+
+        >>> RadixKey([1, 2, 3]).child_key(1), RadixKey([1, 2, 3]).child_key(2)
+        (1, (1, 2))
+        >>> RadixKey([1, 2, 3], "lora-7").child_key(2)
+        ('lora-7', (1, 2))
+        """
+        page = tuple(self[:page_size]) if self.is_bigram else tuple(self._tokens[:page_size])
+        plain = page[0] if page_size == 1 else page
+        return plain if self.extra_key is None else (self.extra_key, plain)
 
     def match(self, other: "RadixKey", page_size: int = 1) -> int:
         """Elements in the longest common prefix, in whole pages; 0 across namespaces or kinds."""
@@ -174,22 +186,29 @@ def namespace_seed(extra_key: str | None) -> bytes:
     return hashlib.sha256(b"refcache namespace\0" + extra_key.encode()).digest()
 
 
-def hash_page(page: RadixKey, prior: bytes) -> bytes:
-    """SHA-256 of one page after ``prior`` (the digest before it, or the namespace's seed)."""
-    words = page.token_ids
-    if page.is_bigram:
-        words = array(TOKEN, bytes(8 * len(page)))
-        words[0::2], words[1::2] = page.token_ids[:-1], page.token_ids[1:]
+def get_hash_str(
+    token_ids: Sequence[int] | Sequence[tuple[int, int]], prior_hash: str | None = None
+) -> str:
+    """SHA-256 in hex of ``prior_hash`` (if any), then 4 bytes a token, little-endian.
+
+    A pair is its two tokens, one after the other.
+
+    Raises:
+        InvalidArgument: a token that is not an integer of 0 to 2**32 - 1.
+    """
+    if len(token_ids) and isinstance(token_ids[0], tuple):
+        token_ids = [token for pair in token_ids for token in pair]  # type: ignore[union-attr]
+    words = token_array(token_ids)  # type: ignore[arg-type]
     if sys.byteorder == "big":
         words = words[:]
         words.byteswap()
-    return hashlib.sha256(prior + words.tobytes()).digest()
+    return hashlib.sha256(bytes.fromhex(prior_hash or "") + words.tobytes()).hexdigest()
 
 
-def page_hashes(key: RadixKey, page_size: int, prior: bytes | None = None) -> list[bytes]:
-    """Digest of each whole page of ``key``, chained; the tail that fills no page has none.
+def page_hashes(key: RadixKey, page_size: int, prior: str | None = None) -> list[str]:
+    """Hash of each whole page of ``key``, chained; the tail that fills no page has none.
 
-    ``prior`` is the digest of the page before the key; ``None`` means the key starts its namespace.
+    ``prior`` is the hash of the page before the key; ``None`` means the key starts its namespace.
 
     >>> key = RadixKey([1, 2, 3, 4, 5, 6])
     >>> whole = page_hashes(key, 2)
@@ -198,14 +217,15 @@ def page_hashes(key: RadixKey, page_size: int, prior: bytes | None = None) -> li
     >>> whole[0] == page_hashes(RadixKey([1, 2], extra_key="a"), 2)[0]
     False
     """
-    digest = namespace_seed(key.extra_key) if prior is None else prior
-    digests = []
+    chained = namespace_seed(key.extra_key).hex() if prior is None else prior
+    hashes = []
     for start in range(0, len(key) // page_size * page_size, page_size):
-        digest = hash_page(key[start : start + page_size], digest)
-        digests.append(digest)
-    return digests
+        page = key[start : start + page_size]
+        chained = get_hash_str(page.token_ids if key.is_bigram else page.raw_token_ids(), chained)
+        hashes.append(chained)
+    return hashes
 
 
-def event_hash(digest: bytes) -> int:
-    """The signed 64-bit block id that KV events carry: the first 8 bytes of the digest."""
-    return int.from_bytes(digest[:8], "big", signed=True)
+def hash_str_to_int64(hash_str: str) -> int:
+    """The signed 64-bit block id that KV events carry: the first 16 hex digits of a page hash."""
+    return int.from_bytes(bytes.fromhex(hash_str[:16]), "big", signed=True)

@@ -113,6 +113,7 @@ class CacheInitParams:
     pp_size: int = 1
     chunked_prefill_size: int | None = None
     sliding_window_size: int | None = None
+    cache_ttl_seconds: float | None = None
     clock: Clock | None = None
     hit_policy: str = "per_visit"
     runtime: "Runtime | None" = None
@@ -151,6 +152,8 @@ class InsertParams:
 
     Attributes:
         value: int64 device slots, one a key element.
+        mamba_value: must be None; ``prev_prefix_len``, ``swa_evicted_seqlen``: of no meaning to a
+            tree without a sliding window, as in SGLang.
         chunked: made by a prefill that goes on.
         counted_len: tokens of the key that a hit of the same request has counted already (read
             under the ``per_request`` hit policy).
@@ -158,6 +161,9 @@ class InsertParams:
 
     key: RadixKey
     value: torch.Tensor | None = None
+    mamba_value: torch.Tensor | None = None
+    prev_prefix_len: int = 0
+    swa_evicted_seqlen: int = 0
     chunked: bool = False
     priority: int = 0
     counted_len: int = 0
@@ -168,13 +174,19 @@ class InsertResult:
     """``prefix_len``: tokens that were on the device before; their new slots stay the caller's."""
 
     prefix_len: int
+    mamba_exist: bool = False
 
 
 @dataclass
 class EvictParams:
-    """``num_tokens``: how many device tokens to free, at least."""
+    """``num_tokens``: how many device tokens to free, at least.
+
+    The others ask for what a plain tree has none of; it frees none of it, as in SGLang.
+    """
 
     num_tokens: int
+    swa_num_tokens: int = 0
+    mamba_num: int = 0
 
 
 @dataclass
@@ -182,6 +194,8 @@ class EvictResult:
     """``num_tokens_evicted``: by how much the allocator's free space grew."""
 
     num_tokens_evicted: int = 0
+    swa_num_tokens_evicted: int = 0
+    mamba_num_evicted: int = 0
 
 
 @dataclass
@@ -189,11 +203,14 @@ class IncLockRefResult:
     """``delta``: minus the tokens that are newly protected."""
 
     delta: int = 0
+    swa_uuid_for_lock: int | None = None
 
 
 @dataclass
 class DecLockRefParams:
     """Accepted for callers written for SGLang; a plain tree needs nothing from it."""
+
+    swa_uuid_for_lock: int | None = None
 
 
 @dataclass

@@ -373,18 +373,18 @@ def test_an_op_s_rule_fires(op: str, function: Any, call: Any, rule: str, eviden
 
 
 def stored(block: int, *tokens: int, parent: int | None = None) -> BlockStored:
-    return BlockStored((block,), parent, tokens, 1)
+    return BlockStored([block], parent, list(tokens), 1)
 
 
 @pytest.mark.parametrize(
     ("events", "rule", "evidence"),
     [
-        ([BlockRemoved((7,))], "N2", "removed page 7, which is not stored"),
-        ([stored(7, 0), BlockRemoved((7,)), BlockRemoved((7,))], "N2", "removed page 7"),
-        ([stored(7, 0), AllBlocksCleared(), BlockRemoved((7,))], "N2", "removed page 7"),
+        ([BlockRemoved([7])], "N2", "removed page 7, which is not stored"),
+        ([stored(7, 0), BlockRemoved([7]), BlockRemoved([7])], "N2", "removed page 7"),
+        ([stored(7, 0), AllBlocksCleared(), BlockRemoved([7])], "N2", "removed page 7"),
         ([stored(8, 1, parent=7)], "N2", "stored [1] after page 7, which is not stored"),
         ([stored(7, 0), stored(7, 0)], "N2", "stored page 7 of [0] twice"),
-        ([stored(7, 0), BlockRemoved((7,)), stored(7, 1)], "N1", "page 7 is [1], and was [0]"),
+        ([stored(7, 0), BlockRemoved([7]), stored(7, 1)], "N1", "page 7 is [1], and was [0]"),
         ([], "N2", "page 1 is cached for [0], and not stored"),
         ([stored(7, 1)], "N2", "page 1 is cached for [0], and not stored"),
         (

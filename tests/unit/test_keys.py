@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from refcache.errors import InvalidArgument
-from refcache.keys import RadixKey, compose_extra_key, event_hash, page_hashes
+from refcache.keys import RadixKey, compose_extra_key, get_hash_str, hash_str_to_int64, page_hashes
 from refcache.tree import RadixCache
 from refcache.types import InsertParams, MatchPrefixParams
 
@@ -30,6 +30,8 @@ def test_bigram_keys_match_pairs():
     assert a.match(RadixKey([1, 2, 3, 4])) == 0
     assert a == RadixKey([(1, 2), (2, 3), (3, 4)], is_bigram=True)
     assert list(a[1:3]) == [(2, 3), (3, 4)]
+    assert a.token_ids == [(1, 2), (2, 3), (3, 4)]
+    assert a.raw_token_ids().tolist() == [1, 2, 3, 4]
     assert len(a[2:2]) == 0
     assert len(RadixKey([5], is_bigram=True)) == 0
     with pytest.raises(InvalidArgument, match="pair"):
@@ -45,10 +47,13 @@ def test_tokens_out_of_range_are_refused(tokens):
 def test_page_hashes_are_the_published_encoding():
     first = hashlib.sha256(b"\1\0\0\0\2\0\0\0").digest()
     second = hashlib.sha256(first + b"\3\0\0\0\4\0\0\0").digest()
-    assert page_hashes(RadixKey([1, 2, 3, 4, 5]), 2) == [first, second]
-    assert event_hash(first) == int.from_bytes(first[:8], "big", signed=True)
+    assert page_hashes(RadixKey([1, 2, 3, 4, 5]), 2) == [first.hex(), second.hex()]
+    assert get_hash_str([3, 4], first.hex()) == second.hex()
+    assert hash_str_to_int64(first.hex()) == int.from_bytes(first[:8], "big", signed=True)
+    assert hash_str_to_int64("ff" * 32) == -1
     pairs = hashlib.sha256(b"\1\0\0\0\2\0\0\0\2\0\0\0\3\0\0\0").digest()
-    assert page_hashes(RadixKey([1, 2, 3], is_bigram=True), 2) == [pairs]
+    assert page_hashes(RadixKey([1, 2, 3], is_bigram=True), 2) == [pairs.hex()]
+    assert get_hash_str([(1, 2), (2, 3)]) == pairs.hex()
 
 
 def test_page_hashes_differ_by_namespace_and_history():
@@ -68,8 +73,8 @@ def test_hashes_survive_splits():
     cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 9, 9], "ns")))
     cache.insert(InsertParams(RadixKey([1, 2, 3, 4, 5, 6, 7, 8], "ns"), torch.arange(2, 10)))
     stored = [(e.block_hashes[0], e.parent_block_hash) for e in cache.take_events()]
-    chain = [event_hash(h) for h in page_hashes(RadixKey(list(range(1, 9)), "ns"), 2)]
-    assert chain[:3] == [event_hash(h) for h in whole]
+    chain = [hash_str_to_int64(h) for h in page_hashes(RadixKey(list(range(1, 9)), "ns"), 2)]
+    assert chain[:3] == [hash_str_to_int64(h) for h in whole]
     assert stored == list(zip(chain, [None, *chain[:-1]], strict=True))
 
 
@@ -81,9 +86,9 @@ def test_composed_namespaces_are_injective():
 
 def test_slices_and_hashing():
     key = RadixKey(array("I", [1, 2, 3]), "a")
-    assert key[-1].token_ids.tolist() == [3]
+    assert key[-1].token_ids == [3]
     assert {key: 1}[RadixKey([1, 2, 3], "a")] == 1
     assert key != RadixKey([1, 2, 3])
-    assert key[5:].token_ids.tolist() == []
+    assert key[5:].token_ids == []
     with pytest.raises(InvalidArgument, match="step"):
         key[::2]

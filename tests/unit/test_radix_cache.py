@@ -139,11 +139,11 @@ def test_events_follow_residency():
     assert cache.take_events() == [AllBlocksCleared()]
     insert(cache, [1, 2])
     stored = cache.take_events()
-    assert [e.token_ids for e in stored] == [(1,), (2,)]
+    assert [e.token_ids for e in stored] == [[1], [2]]
     assert stored[1].parent_block_hash == stored[0].block_hashes[0]
     cache.evict(EvictParams(2))
     removed = cache.take_events()
-    assert removed == [BlockRemoved(e.block_hashes) for e in stored]
+    assert removed == [BlockRemoved(e.block_hashes, "GPU") for e in stored]
     assert all(isinstance(e, BlockStored) for e in stored)
     cache.reset()
     assert cache.take_events() == [AllBlocksCleared()]

@@ -143,3 +143,9 @@ def release_kv_cache(req: "Req", tree_cache: Any, is_insert: bool = True) -> Non
         row = tree_cache.req_to_token_pool.read(req.req_pool_idx, slice(start, end))
         tree_cache.token_to_kv_pool_allocator.free(row)
     tree_cache.req_to_token_pool.free(req)
+
+
+def available_and_evictable_str(tree_cache: Any) -> str:
+    """What an allocation can have, in words, for a message."""
+    text: str = tree_cache.available_and_evictable_str()
+    return text

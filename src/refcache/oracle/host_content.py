@@ -140,7 +140,7 @@ class HostContent:
             index = state.view.nodes[index].parent
         tokens: list[int] = []
         for key in reversed(keys):
-            ids = list(key.token_ids)
+            ids = list(key.raw_token_ids())
             tokens += ids[1:] if key.is_bigram and tokens else ids
         return tokens
 

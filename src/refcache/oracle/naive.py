@@ -17,7 +17,7 @@ import torch
 
 from refcache.errors import ForeignNode, InvalidArgument, LockUnderflow
 from refcache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from refcache.keys import RadixKey, event_hash, page_hashes
+from refcache.keys import RadixKey, hash_str_to_int64, page_hashes
 from refcache.oracle.naive_allocator import NaiveAllocator
 from refcache.oracle.target import CacheConfig, Target
 from refcache.oracle.view import NodeView, TreeView
@@ -71,12 +71,12 @@ class NaiveTree:
             yield handle._replace(elements=handle.elements[:end])
 
     def _whole(self, key: RadixKey) -> Prefix:
-        elements = tuple(RadixKey(key.token_ids, key.extra_key, self.is_eagle))
+        elements = tuple(RadixKey(key.raw_token_ids(), key.extra_key, self.is_eagle))
         whole = len(elements) // self.page_size * self.page_size
         return Prefix(self._id, key.extra_key, elements[:whole])
 
     def _length(self, key: RadixKey) -> int:
-        return len(RadixKey(key.token_ids, key.extra_key, self.is_eagle))
+        return len(RadixKey(key.raw_token_ids(), key.extra_key, self.is_eagle))
 
     def _slots(self, page: int) -> list[int]:
         return list(range(page * self.page_size, (page + 1) * self.page_size))
@@ -188,7 +188,7 @@ class NaiveTree:
 
     def _insert_whole(self, key: RadixKey, slots: torch.Tensor) -> int:
         whole = len(self._whole(key).elements)
-        tokens = key.token_ids[: whole + self.is_eagle]
+        tokens = key.raw_token_ids()[: whole + self.is_eagle]
         return self.insert(InsertParams(RadixKey(tokens, key.extra_key), slots[:whole])).prefix_len
 
     def _of(self, req: Any, length: int) -> tuple[RadixKey, torch.Tensor]:
@@ -200,13 +200,13 @@ class NaiveTree:
         if not self._emits:
             return
         keys = RadixKey(prefix.elements, prefix.extra_key, self.is_eagle)  # type: ignore[arg-type]
-        hashes = [event_hash(digest) for digest in page_hashes(keys, self.page_size)]
+        hashes = [hash_str_to_int64(text) for text in page_hashes(keys, self.page_size)]
         if not stored:
-            self._events.append(BlockRemoved((hashes[-1],)))
+            self._events.append(BlockRemoved([hashes[-1]]))
             return
-        tokens: Any = prefix.elements[-self.page_size :]
+        tokens = list(prefix.elements[-self.page_size :])
         parent = hashes[-2] if len(hashes) > 1 else None
-        self._events.append(BlockStored((hashes[-1],), parent, tokens, self.page_size))
+        self._events.append(BlockStored([hashes[-1]], parent, tokens, self.page_size))
 
     def take_events(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []

@@ -11,12 +11,12 @@ from refcache.events import (
     BlockStored,
     KVCacheEvent,
 )
-from refcache.keys import event_hash, page_hashes
+from refcache.keys import hash_str_to_int64, page_hashes
 from refcache.tree.node import TreeNode
 
 
-def node_hashes(node: TreeNode, page_size: int) -> list[bytes]:
-    """The digest of each page of ``node``, chained from the root of its namespace."""
+def node_hashes(node: TreeNode, page_size: int) -> list[str]:
+    """The hash of each page of ``node``, chained from the root of its namespace."""
     missing: list[TreeNode] = []
     step: TreeNode | None = node
     while step is not None and step.parent is not None and step.hash_value is None:
@@ -31,39 +31,43 @@ def node_hashes(node: TreeNode, page_size: int) -> list[bytes]:
 
 
 class EventLog:
-    """Collects events until they are taken. Silent unless ``enabled``."""
+    """Collects events until they are taken. Silent unless ``enabled``.
+
+    Attributes:
+        queue: the events so far, oldest first.
+    """
 
     def __init__(self, page_size: int, enabled: bool) -> None:
         self.page_size = page_size
         self.enabled = enabled
-        self._queue: list[KVCacheEvent] = []
+        self.queue: list[KVCacheEvent] = []
 
     def stored(self, node: TreeNode, medium: str = MEDIUM_GPU) -> None:
         """The node's pages became resident on ``medium``."""
         if not self.enabled:
             return
-        digests = node_hashes(node, self.page_size)
+        hashes = node_hashes(node, self.page_size)
         parent = node.parent
         above = node_hashes(parent, self.page_size) if parent is not None else []
-        before = event_hash(above[-1]) if above else None
-        for page, digest in enumerate(digests):
-            tokens = tuple(node.key[page * self.page_size : (page + 1) * self.page_size])
-            block = event_hash(digest)
-            self._queue.append(BlockStored((block,), before, tokens, self.page_size, medium=medium))
+        before = hash_str_to_int64(above[-1]) if above else None
+        for page, page_hash in enumerate(hashes):
+            tokens = node.key[page * self.page_size : (page + 1) * self.page_size].token_ids
+            block = hash_str_to_int64(page_hash)
+            self.queue.append(BlockStored([block], before, tokens, self.page_size, medium=medium))
             before = block
 
     def removed(self, node: TreeNode, medium: str = MEDIUM_GPU) -> None:
         """The node's pages left ``medium``."""
         if self.enabled:
-            for digest in node_hashes(node, self.page_size):
-                self._queue.append(BlockRemoved((event_hash(digest),), medium))
+            for page_hash in node_hashes(node, self.page_size):
+                self.queue.append(BlockRemoved([hash_str_to_int64(page_hash)], medium))
 
     def cleared(self) -> None:
         """Nothing is resident any more."""
         if self.enabled:
-            self._queue.append(AllBlocksCleared())
+            self.queue.append(AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:
         """The events so far; the log is empty afterwards."""
-        taken, self._queue = self._queue, []
+        taken, self.queue = self.queue, []
         return taken

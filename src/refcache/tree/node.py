@@ -6,18 +6,24 @@ import torch
 
 from refcache.errors import NotProtected
 from refcache.keys import RadixKey
+from refcache.types import LogicalClock
+
+_clock = LogicalClock()
 
 
 class TreeNode:
     """A run of tokens that extends its parent's prefix.
 
     Its KV is on the device (``value``), on the host (``host_value``), or on both. The root has an
-    empty key and no parent.
+    empty key and no parent. Of two nodes the one that was used earlier is the smaller.
+
+    A tree gives its nodes ``id``, ``now`` and ``key``. A node made by hand gets the class's
+    ``counter`` as id, which counts every node made, and a reading of a clock of all such nodes.
 
     Attributes:
         id: unique in its tree, in order of creation.
         children: keyed by their first page (``RadixKey.child_key``).
-        key: whole pages; empty for the root only.
+        key: whole pages; empty for the root only; None outside a tree.
         value: int64 ``[len(key)]`` device slots, or None when evicted. Owns its storage.
         host_value: int64 ``[len(key)]`` host slots, or None. Owns its storage.
         lock_ref: holders in the subtree of this node; above 0 it stays on the device.
@@ -25,7 +31,7 @@ class TreeNode:
         last_access_time, creation_time: readings of the tree's clock.
         hit_count: inserts that passed (which ones: ``HIT_POLICIES``).
         priority: the largest of the inserts that passed.
-        hash_value: a digest a page, or None until it is asked for.
+        hash_value: the hash of each page, in hex, or None until it is asked for.
     """
 
     __slots__ = (
@@ -33,20 +39,29 @@ class TreeNode:
         "id", "key", "last_access_time", "lock_ref", "parent", "priority", "value",
     )  # fmt: skip
 
-    def __init__(self, id: int, now: float, key: RadixKey, priority: int = 0) -> None:
-        self.id = id
+    counter = 0
+
+    def __init__(
+        self,
+        id: int | None = None,
+        priority: int = 0,
+        now: float | None = None,
+        key: RadixKey | None = None,
+    ) -> None:
+        self.id = TreeNode.counter if id is None else id
+        TreeNode.counter += 1
         self.children: dict[Hashable, TreeNode] = {}
         self.parent: TreeNode | None = None
-        self.key = key
+        self.key: RadixKey = key  # type: ignore[assignment]  # every node of a tree has one
         self.value: torch.Tensor | None = None
         self.host_value: torch.Tensor | None = None
         self.lock_ref = 0
         self.host_ref_counter = 0
-        self.last_access_time = now
-        self.creation_time = now
+        self.last_access_time: float = _clock() if now is None else now
+        self.creation_time = self.last_access_time
         self.hit_count = 0
         self.priority = priority
-        self.hash_value: list[bytes] | None = None
+        self.hash_value: list[str] | None = None
 
     @property
     def evicted(self) -> bool:
@@ -72,6 +87,25 @@ class TreeNode:
             raise NotProtected(f"release_host of node {self.id}: it is not protected")
         self.host_ref_counter -= 1
 
+    def get_last_hash_value(self) -> str | None:
+        """The hash of the last page; None until the hashes were asked for."""
+        return self.hash_value[-1] if self.hash_value else None
+
+    def get_prefix_hash_values(self, node: "TreeNode | None") -> list[str]:
+        """A new list of the hashes of every page from the root to the end of ``node``.
+
+        It starts below the nearest ancestor whose hashes nobody has asked for yet.
+        """
+        hashes: list[str] = []
+        while node is not None and node.hash_value is not None:
+            hashes[:0] = node.hash_value
+            node = node.parent
+        return hashes
+
+    def __lt__(self, other: "TreeNode") -> bool:
+        return self.last_access_time < other.last_access_time
+
     def __repr__(self) -> str:
         tiers = "".join(t for t, on in (("D", not self.evicted), ("H", self.backuped)) if on)
-        return f"TreeNode({self.id}, {len(self.key)} tokens, {tiers or '-'}, lock {self.lock_ref})"
+        size = 0 if self.key is None else len(self.key)
+        return f"TreeNode({self.id}, {size} tokens, {tiers or '-'}, lock {self.lock_ref})"

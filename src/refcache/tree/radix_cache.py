@@ -43,14 +43,13 @@ class RadixCache(RadixTree):
 
     Raises:
         UnknownName: an eviction or hit policy that does not exist.
-        InvalidArgument: page size below 1.
+        InvalidArgument: page size below 1, or a time to live.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
         self.req_to_token_pool = params.req_to_token_pool
-        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.disable_finished_insert = params.disable_finished_insert
-        self.eviction_policy = params.eviction_policy
+        self.eviction_policy = params.eviction_policy.lower()
         self.eviction_strategy = eviction_strategy(params.eviction_policy)
         super().__init__(params)
 
@@ -66,7 +65,7 @@ class RadixCache(RadixTree):
 
         >>> cache = RadixCache.create_simulated(page_size=2)
         >>> cache.insert(InsertParams(RadixKey([1, 2, 3, 4]), torch.tensor([2, 3, 6, 7])))
-        InsertResult(prefix_len=0)
+        InsertResult(prefix_len=0, mamba_exist=False)
         >>> cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 9, 9, 9]))).device_indices.tolist()
         [2, 3]
         >>> cache.pretty_print()
@@ -245,4 +244,4 @@ class RadixCache(RadixTree):
             self.token_to_kv_pool_allocator.free(slots)
 
     def _heap_entry(self, node: TreeNode) -> tuple[Any, int, TreeNode]:
-        return (self.eviction_strategy(node), node.id, node)
+        return (self.eviction_strategy.get_priority(node), node.id, node)

@@ -31,7 +31,7 @@ class RadixTree:
 
     Raises:
         UnknownName: a hit policy that does not exist.
-        InvalidArgument: page size below 1.
+        InvalidArgument: page size below 1, or a time to live.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -39,13 +39,19 @@ class RadixTree:
             raise InvalidArgument(f"page_size={params.page_size}: expected at least 1")
         if params.hit_policy not in HIT_POLICIES:
             raise UnknownName("hit policy", params.hit_policy, HIT_POLICIES)
+        if params.cache_ttl_seconds is not None:
+            raise InvalidArgument(
+                f"cache_ttl_seconds={params.cache_ttl_seconds}: expected None, nothing expires here"
+            )
         self.disable = params.disable
         self.page_size = params.page_size
         self.is_eagle = params.is_eagle
         self.hit_policy = params.hit_policy
         self.clock = params.clock or LogicalClock()
-        allocator = params.token_to_kv_pool_allocator
-        self.device = "cpu" if allocator is None else allocator.device
+        self.token_to_kv_pool_allocator = allocator = params.token_to_kv_pool_allocator
+        device = "cpu" if allocator is None else allocator.device
+        self.device: torch.device = torch.device(device) if isinstance(device, str) else device
+        self.enable_kv_cache_events = params.enable_kv_cache_events
         self.events = EventLog(params.page_size, params.enable_kv_cache_events)
         self.reset()
 
@@ -55,7 +61,8 @@ class RadixTree:
         """Forget everything. The allocator is the caller's to clear."""
         self._next_id = 0
         self.root_node = self._new_node(RadixKey([]))
-        self.root_node.value = self._no_slots()
+        self.root_node.value = torch.empty(0, dtype=torch.int64)
+        self.root_node.hash_value = []
         self.root_node.lock_ref = 1
         self.evictable_size_ = 0
         self.protected_size_ = 0
@@ -69,6 +76,45 @@ class RadixTree:
     def protected_size(self) -> int:
         """Tokens on the device that somebody has locked."""
         return self.protected_size_
+
+    def full_evictable_size(self) -> int:
+        """As ``evictable_size``: every layer attends to all tokens."""
+        return self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        """As ``protected_size``."""
+        return self.protected_size()
+
+    def swa_evictable_size(self) -> int:
+        """No sliding window: 0."""
+        return 0
+
+    def swa_protected_size(self) -> int:
+        """No sliding window: 0."""
+        return 0
+
+    def available_and_evictable_str(self) -> str:
+        """What an allocation can have, in words, for a message."""
+        available_size = self.token_to_kv_pool_allocator.available_size()
+        evictable_size = self.evictable_size()
+        both = available_size + evictable_size
+        return f"Available tokens: {both} ({available_size=} + {evictable_size=})\n"
+
+    def supports_swa(self) -> bool:
+        """No layer with a sliding window."""
+        return False
+
+    def supports_mamba(self) -> bool:
+        """No layer with a recurrent state."""
+        return False
+
+    def is_chunk_cache(self) -> bool:
+        """A tree, not the cache that only holds the chunks of running prompts."""
+        return False
+
+    def is_tree_cache(self) -> bool:
+        """A tree."""
+        return True
 
     def total_size(self) -> int:
         """Tokens on the device, counted in the tree."""
@@ -88,6 +134,11 @@ class RadixTree:
         """Every device slot the tree owns, int64."""
         values = [node.value for node in self.nodes() if node.value is not None]
         return torch.cat(values) if values else self._no_slots()
+
+    @property
+    def kv_event_queue(self) -> list[KVCacheEvent]:
+        """The KV events that nobody has taken yet."""
+        return self.events.queue
 
     def take_events(self) -> list[KVCacheEvent]:
         """The KV events since the last call; empty unless ``enable_kv_cache_events``."""
@@ -122,16 +173,21 @@ class RadixTree:
         """Cache ``params.key``; adopt the slots of the part that was not cached yet.
 
         The slots ``value[:prefix_len]`` were in the tree already (as others): they stay the
-        caller's. The tree copies what it adopts.
+        caller's. The tree copies what it adopts. Without a value, which is for trying things out,
+        the slots are the numbers of the tokens, and the whole pages of the key are cached.
 
         Raises:
-            InvalidArgument: a key not in whole pages, or a value of another length.
+            InvalidArgument: a key not in whole pages, a value of another length, or a recurrent
+                state (``mamba_value``), which this tree does not keep.
         """
+        if params.mamba_value is not None:
+            raise InvalidArgument("insert of a mamba_value: expected None, it would be lost")
         if self.disable:
             return InsertResult(prefix_len=0)
         key, value = self.maybe_bigram_convert(params.key, params.value)
         if value is None:
-            value = torch.tensor(list(params.key.token_ids), dtype=torch.int64)[: len(key)]
+            key = key.page_aligned(self.page_size)
+            value = torch.tensor(list(key.raw_token_ids()), dtype=torch.int64)[: len(key)]
         if len(key) % self.page_size or len(value) != len(key):
             raise InvalidArgument(
                 f"insert of {len(key)} tokens with {len(value)} slots: expected as many, "
@@ -144,7 +200,7 @@ class RadixTree:
     ) -> tuple[RadixKey, torch.Tensor | None]:
         """For EAGLE: the bigram view of a token key, and as many of the slots."""
         if self.is_eagle and not key.is_bigram:
-            key = RadixKey(key.token_ids, key.extra_key, is_bigram=True)
+            key = RadixKey(key.raw_token_ids(), key.extra_key, is_bigram=True)
             value = None if value is None else value[: len(key)]
         return key, value
 
@@ -252,7 +308,7 @@ class RadixTree:
     # ---- helpers -------------------------------------------------------------------------------
 
     def _new_node(self, key: RadixKey, priority: int = 0) -> TreeNode:
-        node = TreeNode(self._next_id, self.clock(), key, priority)
+        node = TreeNode(self._next_id, priority, self.clock(), key)
         self._next_id += 1
         return node
 

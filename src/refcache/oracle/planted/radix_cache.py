@@ -30,7 +30,7 @@ def _abort_frees_all(original: Function) -> Function:
 def _parent_not_pushed(original: Function) -> Function:
     def evict(self: Any, params: EvictParams) -> EvictResult:
         evicted = 0
-        for node in sorted(self.evictable_leaves, key=self.eviction_strategy):
+        for node in sorted(self.evictable_leaves, key=self.eviction_strategy.get_priority):
             if evicted >= params.num_tokens:
                 break
             evicted += self._evict_leaf(node)

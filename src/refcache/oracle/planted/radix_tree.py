@@ -58,7 +58,7 @@ def _token_view(original: Function) -> Function:
 
 def _no_namespace(original: Function) -> Function:
     def match_prefix(self: Any, params: MatchPrefixParams) -> Any:
-        key = RadixKey(params.key.token_ids, None, params.key.is_bigram)
+        key = RadixKey(params.key.raw_token_ids(), None, params.key.is_bigram)
         return original(self, MatchPrefixParams(key))
 
     return match_prefix

@@ -35,7 +35,8 @@ def _ints(values: Any) -> list[int]:
 
 
 def _tokens(key: Any) -> f.Tokens:
-    return list(key.token_ids)
+    """The tokens of a key; refcache's, and those of later releases, say them under bigrams too."""
+    return list(key.raw_token_ids() if hasattr(key, "raw_token_ids") else key.token_ids)
 
 
 def _row(rec: Recording, req: Any, length: int) -> list[int]:
