@@ -138,8 +138,8 @@ BUGS = (
         "head + col",
     ),
     line(
-        "kernel-flag-per-tile", "slip", "the first tile raises the flag by an epoch", COPY,
-        "EPOCH - layer_tiles + 1, 1)", "EPOCH, 1)",
+        "kernel-flag-per-program", "slip", "the first program raises the flag by an epoch", COPY,
+        "EPOCH - others, 1)", "EPOCH, 1)",
     ),
     line(
         "kernel-flag-of-another-layer", "slip", "flags count from the first layer moved", COPY,
