@@ -84,6 +84,10 @@ class WrongTier(RefcacheError, ValueError):
     """A pool (or a tensor) of the other tier was passed."""
 
 
+class MemoryReleased(RefcacheError, RuntimeError):
+    """A pool was touched while its memory is given back (the memory saver)."""
+
+
 class HostRegisterError(RefcacheError, RuntimeError):
     """Pinning host memory was refused by the driver; carries its return code."""
 

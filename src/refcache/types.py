@@ -7,12 +7,14 @@ they do not look inside.
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.keys import RadixKey
+from refcache.reference import LAYOUTS
 
 if TYPE_CHECKING:
     from refcache.runtime.api import Runtime
@@ -23,6 +25,41 @@ HIT_POLICIES = ("per_visit", "per_request", "chunks_count")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
 Clock = Callable[[], float]
+
+
+class SpeculativeAlgorithm(Enum):
+    """Which algorithm drafts tokens. Drafting itself is not modelled: EAGLE's keys are bigrams, and
+    any algorithm needs the pool's KV copy."""
+
+    NONE = auto()
+    EAGLE = auto()
+    EAGLE3 = auto()
+    STANDALONE = auto()
+    NGRAM = auto()
+
+    @classmethod
+    def from_string(cls, name: str | None) -> "SpeculativeAlgorithm":
+        """The algorithm of that name, in any case; None is NONE, and "NEXTN" is EAGLE.
+
+        >>> SpeculativeAlgorithm.from_string("eagle3").is_eagle()
+        True
+
+        Raises:
+            UnknownName: there is none.
+        """
+        known = {one.name: one for one in cls if one is not cls.NONE} | {"NEXTN": cls.EAGLE}
+        if name is None:
+            return cls.NONE
+        if name.upper() not in known:
+            raise UnknownName("speculative_algorithm", name, known)
+        return known[name.upper()]
+
+    def is_none(self) -> bool:
+        return self is SpeculativeAlgorithm.NONE
+
+    def is_eagle(self) -> bool:
+        """EAGLE, or EAGLE3: keys are bigrams."""
+        return self in (SpeculativeAlgorithm.EAGLE, SpeculativeAlgorithm.EAGLE3)
 
 
 class LogicalClock:
@@ -40,8 +77,17 @@ class LogicalClock:
 class ServerArgs:
     """The server arguments that shape the cache; names and defaults as in SGLang's ``ServerArgs``.
 
-    Sizes are in tokens unless the name says otherwise. ``hicache_size`` is GB a rank and wins over
-    ``hicache_ratio`` (host tokens / device tokens) when above 0.
+    SGLang leaves ``page_size``, ``max_running_requests``, ``chunked_prefill_size``,
+    ``context_length``, ``mem_fraction_static`` and ``device`` to be found out when it starts, from
+    the card and the model; here they have fixed defaults. Sizes are in tokens unless the name says
+    otherwise. ``hicache_size`` is GB a rank and wins over ``hicache_ratio`` (host tokens / device
+    tokens) when above 0. ``dp_size``: with ``enable_dp_attention``,
+    groups of ranks with requests of their own. ``enable_pdmux``: the device pool gets no
+    alternative stream.
+
+    Raises:
+        InvalidArgument: a size below 1 or not in whole pages; arguments that exclude each other.
+        UnknownName: a policy, layout, backend or algorithm that does not exist.
     """
 
     page_size: int = 1
@@ -61,6 +107,11 @@ class ServerArgs:
     enable_kv_cache_events: bool = False
     speculative_algorithm: str | None = None
     tp_size: int = 1
+    dp_size: int = 1
+    enable_dp_attention: bool = False
+    enable_memory_saver: bool = False
+    enable_pdmux: bool = False
+    enable_metrics: bool = False
     enable_hierarchical_cache: bool = False
     hicache_ratio: float = 2.0
     hicache_size: int = 0
@@ -69,7 +120,8 @@ class ServerArgs:
     hicache_mem_layout: str = "layer_first"
 
     def __post_init__(self) -> None:
-        at_least_one = ("page_size", "max_running_requests", "max_prefill_tokens", "context_length")
+        at_least_one = ["page_size", "max_running_requests", "max_prefill_tokens", "context_length"]
+        at_least_one += ["tp_size", "dp_size"]
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name}={getattr(self, name)}: expected at least 1")
@@ -87,11 +139,22 @@ class ServerArgs:
             "radix_eviction_policy": EVICTION_POLICIES,
             "hicache_write_policy": WRITE_POLICIES,
             "hicache_io_backend": IO_BACKENDS,
+            "hicache_mem_layout": LAYOUTS,
             "schedule_policy": ("fcfs", "lpm"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UnknownName(name, getattr(self, name), known)
+        SpeculativeAlgorithm.from_string(self.speculative_algorithm)
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise InvalidArgument(
+                "enable_hierarchical_cache with disable_radix_cache: expected one of both at most"
+            )
+        if self.enable_dp_attention and self.tp_size % self.dp_size:
+            raise InvalidArgument(
+                f"dp_size={self.dp_size} with enable_dp_attention: expected a divisor of "
+                f"tp_size={self.tp_size}"
+            )
 
 
 @dataclass

@@ -254,7 +254,7 @@ CASES: list[tuple[Any, str, str, PlantedBug, dict[str, Any], tuple[tuple[Any, ..
         {"without_edge": "key-getter"}, (("edge", "key-getter"),)),
     (StreamsDriver, "X5", "edge key-getter (reading K", nothing(f"{CONTROLLER}.evict_host"),
         {"without_edge": "key-getter"}, (("every_order", "key-getter"),)),
-    (StreamsDriver, "X5", "", nothing("refcache.pool.device:KVCache._wait"), {},
+    (StreamsDriver, "X5", "", nothing("refcache.pool.kv_cache:KVCache._wait"), {},
         (("edge", "key-getter"),)),
     (StreamsDriver, "X5", "", nothing(f"{CONTROLLER}._wait_for_forward"), {}, (SERVE,)),
     (StreamsDriver, "LIFE", "", nothing(f"{CONTROLLER}._keep"), {},

@@ -43,7 +43,7 @@ def rig(
 ):
     """A device pool, its allocator, a host pool and a controller on one simulated machine."""
     machine = SimulatedRuntime(driver, Tracker())
-    end = start_layer + layers - 1
+    end = start_layer + layers
     common = {"start_layer": start_layer, "end_layer": end, "runtime": machine}
     if mla:
         pool = MLATokenToKVPool(size, page_size, torch.int64, 3, 1, layers, "cpu", **common)
@@ -67,7 +67,7 @@ def rig(
 
 def forward(r, slots, value, layers=None):
     """Write rows that name their value, layer and slot, on the current stream."""
-    for layer in range(r.pool.start_layer, r.pool.end_layer + 1) if layers is None else layers:
+    for layer in range(r.pool.start_layer, r.pool.end_layer) if layers is None else layers:
         rows = [
             (value * 1000 + layer * 100 + plane * 50 + slots)
             .view(-1, 1, 1)

@@ -9,17 +9,22 @@ from refcache.runtime import RaceFound, drawn, eager, lazy
 # What `--without-edge list` prints.
 NAMES = [
     "write-start",
+    "write-fence",
     "load-start",
     "key-getter",
     "value-getter",
     "mla-getter",
     "load-fence",
     "forward-schedule",
+    "row-reuse",
     "host-reuse-d2h",
     "device-reuse-d2h",
     "host-reuse-h2d",
     "producer-reuse",
     "decode-load",
+    "graph-load",
+    "alt-start",
+    "alt-join",
 ]
 
 
@@ -62,16 +67,21 @@ def test_report_is_about_the_streams_of_the_edge(name, driver):
 # What the reports are about, where the edge protects rows of a pool.
 CELLS = {
     "write-start": "MHATokenToKVPool plane 0",
+    "write-fence": "MHATokenToKVPool plane 0",
     "key-getter": "MHATokenToKVPool plane 0",
     "value-getter": "MHATokenToKVPool plane 1",
     "mla-getter": "MLATokenToKVPool plane 0",
     "load-fence": "MHATokenToKVPool plane 0",
     "forward-schedule": "ReqToTokenPool plane 0",
+    "row-reuse": "ReqToTokenPool plane 0",
     "host-reuse-d2h": "MHATokenToKVPoolHost plane 0",
     "device-reuse-d2h": "MHATokenToKVPool plane 0",
     "host-reuse-h2d": "MHATokenToKVPoolHost plane 0",
     "producer-reuse": "MHATokenToKVPoolHost plane 0",
     "decode-load": "MHATokenToKVPool plane 0",
+    "graph-load": "MHATokenToKVPool plane 0",
+    "alt-start": "MHATokenToKVPool plane 1",
+    "alt-join": "MHATokenToKVPool plane 1",
 }
 
 

@@ -68,22 +68,20 @@ def without(scheduler, edge):
     if edge == "forward waits for schedule":
         scheduler.forward_stream.wait_stream = lambda other: None
     elif edge == "host waits for the copy":
-        scheduler.runtime.Event = lambda: Silent()
-    elif edge == "page table on the schedule stream":
-        inner = scheduler.model_runner.init_forward_metadata
+        inner = scheduler.process_batch_result
 
-        def on_forward_stream(batch):
-            with scheduler.runtime.stream(scheduler.forward_stream):
-                scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-                inner(batch)
+        def without_waiting(batch, result):
+            result.copy_done = Silent()
+            inner(batch, result)
 
-        scheduler.model_runner.init_forward_metadata = on_forward_stream
+        scheduler.process_batch_result = without_waiting
+    elif edge == "rows wait for the page table":
+        scheduler.schedule_stream.wait_event = lambda event: None
 
 
 class Silent:
     """An event that orders nothing."""
 
-    def record(self, stream=None): ...
     def synchronize(self): ...
 
 
@@ -93,7 +91,7 @@ class Silent:
     [
         "forward waits for schedule",
         "host waits for the copy",
-        "page table on the schedule stream",
+        "rows wait for the page table",
     ],
 )
 def test_each_edge_is_needed(edge, driver):

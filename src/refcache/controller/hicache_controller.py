@@ -47,10 +47,11 @@ class HiCacheController:
         tp_group, load_cache_event: kept for the owner; the controller itself needs neither.
         write_policy: kept for the owner.
         io_backend: "kernel" (index tensors on the device), "direct" (on the host), or "auto": for
-            each direction the one that :meth:`HostKVCache.choose_io_backend` picks.
+            each direction the one that :meth:`HostKVCache.choose_io_backend` picks. "" is "auto".
         storage_backend: must be None.
-        prefetch_threshold, model_name, storage_backend_extra_config, pp_rank, pp_size,
-            enable_storage_metrics: accepted for SGLang's callers; nothing reads them.
+        prefetch_threshold, model_name, storage_backend_extra_config: of the storage backend, which
+            is None: nothing reads them. pp_rank, pp_size, enable_storage_metrics: kept, as in
+            SGLang; storage alone reads them.
         runtime: the machine; the host pool's by default.
 
     Attributes:
@@ -87,6 +88,7 @@ class HiCacheController:
             raise WrongTier(f"a {type(mem_pool_host).__name__} as host pool: expected HostKVCache")
         if write_policy not in WRITE_POLICIES:
             raise UnknownName("write_policy", write_policy, WRITE_POLICIES)
+        io_backend = io_backend or "auto"
         if io_backend not in IO_BACKENDS:
             raise UnknownName("io_backend", io_backend, IO_BACKENDS)
         if page_size != mem_pool_host.page_size:
@@ -103,6 +105,11 @@ class HiCacheController:
         self.write_policy = write_policy
         self.io_backend = io_backend
         self.enable_storage = False
+        self.storage_backend = None
+        self.storage_backend_type = None
+        self.pp_rank = pp_rank
+        self.pp_size = pp_size
+        self.enable_storage_metrics = enable_storage_metrics
         self.device = self.mem_pool_device.device
         self.layer_num: int = self.mem_pool_device.layer_num
         self.layer_done_counter = LayerDoneCounter(self.layer_num, self.runtime)

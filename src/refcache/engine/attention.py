@@ -1,9 +1,9 @@
 """``RadixAttention`` and its backend: write the new KV rows of a layer, then read the prefix.
 
-The page table is read from ``req_to_token`` by :meth:`AttentionBackend.init_forward_metadata`,
-which the scheduler calls on the stream that writes those rows. (SGLang builds it on the forward
-stream: then a row that is reused, or pointed at the tree's slots, while the last forward is still
-running may be read too late.)
+The page table is read from ``req_to_token`` by :meth:`AttentionBackend.init_forward_metadata`, on
+the stream of the forward, before its first layer. Rows are written on the schedule stream, which
+therefore waits for :attr:`ForwardMetadata.rows_read`. (SGLang has no such wait: a row that is
+reused, or pointed at the tree's slots, before the forward gets to it is read too late.)
 
 What a layer computes from the rows is the model's: it subclasses :class:`RadixAttention`. Which
 rows it reads beside the new ones is the model's read plan.
@@ -18,21 +18,28 @@ import torch
 
 from refcache.engine.content import Cells, ReadPlan
 from refcache.engine.schedule_batch import ModelWorkerBatch
-from refcache.runtime import Region, Runtime
+from refcache.errors import InvalidArgument
+from refcache.runtime import Event, Region, Runtime
 
 
 @dataclass
 class ForwardMetadata:
     """The page table of one forward: the slots of the cells it reads, filled by a launch.
 
-    Each of ``pages`` is integer ``[n]``; ``cells[i]`` says whose ``pages[i]`` are. ``newest`` are
-    the slots of the batch's new tokens, ``last`` int64 ``[batch]`` the last of each request's.
+    Attributes:
+        batch: whose it is.
+        pages: integer ``[n]`` each; ``cells[i]`` says whose ``pages[i]`` are.
+        newest: the slots of the batch's new tokens; ``last``: int64 ``[batch]``, the last of each
+            request's.
+        rows_read: behind the reading of request rows; None when none are read.
     """
 
+    batch: ModelWorkerBatch
     cells: list[Cells]
     newest: torch.Tensor
     last: torch.Tensor
     pages: list[torch.Tensor] = field(default_factory=list)
+    rows_read: Event | None = None
 
     def slots(self) -> torch.Tensor:
         return torch.cat([self.newest, *self.pages])
@@ -48,7 +55,7 @@ class AttentionBackend:
         self.token_to_kv_pool = token_to_kv_pool
         self.plan = plan
         self.runtime = runtime
-        self.forward_metadata: ForwardMetadata
+        self.forward_metadata: ForwardMetadata | None = None
 
     def init_forward_metadata(self, batch: ModelWorkerBatch) -> None:
         """Launch the reading of the page table on the current stream."""
@@ -56,7 +63,7 @@ class AttentionBackend:
         last = batch.out_cache_loc
         if batch.forward_mode.is_extend():
             last = last[torch.tensor(batch.extend_seq_lens).cumsum(0) - 1]
-        metadata = ForwardMetadata(self.plan(batch), batch.out_cache_loc, last)
+        metadata = ForwardMetadata(batch, self.plan(batch), batch.out_cache_loc, last)
         self.forward_metadata = metadata
         if not metadata.cells:
             return
@@ -72,6 +79,7 @@ class AttentionBackend:
             reads=[Region(self.req_to_token_pool, 0, 0, batch.req_pool_indices)],
             writes=[Region(metadata, 0, 0, 0)],
         )
+        metadata.rows_read = self.runtime.current_stream().record_event()
 
     def forward(
         self,
@@ -81,7 +89,12 @@ class AttentionBackend:
         layer: "RadixAttention",
         batch: ModelWorkerBatch,
     ) -> torch.Tensor:
-        """Write the batch's rows of ``layer``, then attend."""
+        """Write the batch's rows of ``layer``, then attend.
+
+        Raises:
+            InvalidArgument: :meth:`init_forward_metadata` was not called for this batch.
+        """
+        self._metadata_of(batch)
         self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         if batch.forward_mode.is_decode():
             return self.forward_decode(q, layer, batch)
@@ -99,10 +112,20 @@ class AttentionBackend:
         """One new token a request."""
         return self._attend(q, layer, batch, [1] * len(batch.reqs))
 
+    def _metadata_of(self, batch: ModelWorkerBatch) -> ForwardMetadata:
+        metadata = self.forward_metadata
+        if metadata is None or metadata.batch is not batch:
+            seen = "no" if metadata is None else "another batch's"
+            raise InvalidArgument(
+                f"{seen} forward metadata for a batch of {batch.rids}: expected "
+                "init_forward_metadata to be called for it first"
+            )
+        return metadata
+
     def _attend(
         self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch, new: list[int]
     ) -> torch.Tensor:
-        pool, metadata = self.token_to_kv_pool, self.forward_metadata
+        pool, metadata = self.token_to_kv_pool, self._metadata_of(batch)
         buffers = pool.get_kv_buffer(layer.layer_id)
         out = layer.empty_output(batch)
         self.runtime.launch(

@@ -8,11 +8,12 @@ whole pages are cached after each, so that others can use them.
 from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.output_processor import SchedulerOutputProcessorMixin
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
-from refcache.types import ServerArgs
+from refcache.types import ServerArgs, SpeculativeAlgorithm
 
 
 class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
@@ -22,6 +23,9 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
     page_size: int
     max_running_requests: int
     enable_hierarchical_cache: bool
+    enable_overlap: bool
+    model_config: ModelConfig
+    spec_algorithm: SpeculativeAlgorithm
     req_to_token_pool: Any
     policy: SchedulePolicy
     waiting_queue: list[Req]
@@ -134,8 +138,11 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
             self.tree_cache,
-            self.runtime,
+            self.model_config,
+            self.enable_overlap,
+            self.spec_algorithm,
             chunked_req=chunked_req,
+            runtime=self.runtime,
         )
 
     def _retract_chunked_req(self, req: Req) -> None:

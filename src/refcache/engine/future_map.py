@@ -10,9 +10,20 @@ newest token. (SGLang uses a ring, which overwrites the future of a running requ
 short requests are prefilled before its next decode.)
 """
 
+from dataclasses import dataclass
+
 import torch
 
+from refcache.engine.schedule_batch import ModelWorkerBatch
+from refcache.engine.tp_worker import GenerationBatchResult
 from refcache.runtime import Region, Runtime
+
+
+@dataclass(frozen=True)
+class FutureIndices:
+    """``indices``: int64 ``[bs]``, 1 or more: the entries of a batch's next tokens."""
+
+    indices: torch.Tensor
 
 
 class FutureMap:
@@ -22,13 +33,16 @@ class FutureMap:
         self.runtime = runtime
         self.token_ids_buf = torch.zeros(max_running_requests + 1, dtype=torch.int64, device=device)
 
-    def futures(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
-        """What stands for the next token of the requests in these rows, int64 ``[bs]``."""
-        return -(req_pool_indices + 1)
+    def future_indices(self, req_pool_indices: torch.Tensor) -> FutureIndices:
+        """The entries of the requests in these rows; their negatives are the futures."""
+        return FutureIndices(req_pool_indices + 1)
 
-    def store_to_map(self, req_pool_indices: torch.Tensor, next_token_ids: torch.Tensor) -> None:
-        """Launch the store of the tokens that a forward makes, int64 ``[bs]``."""
-        entries = req_pool_indices + 1
+    def store_to_map(
+        self, future_indices: FutureIndices, batch_result: GenerationBatchResult
+    ) -> None:
+        """Launch the store of the tokens that a forward makes."""
+        entries, next_token_ids = future_indices.indices, batch_result.next_token_ids
+        assert next_token_ids is not None
 
         def run() -> None:
             self.token_ids_buf[entries] = next_token_ids
@@ -40,10 +54,15 @@ class FutureMap:
             writes=[Region(self.token_ids_buf, 0, 0, entries)],
         )
 
-    def resolve_future(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Launch the replacement of the futures ``input_ids``; returns the tensor it fills."""
-        entries = -input_ids
-        resolved = torch.empty_like(input_ids)
+    def resolve_future(self, model_worker_batch: ModelWorkerBatch) -> None:
+        """Launch the replacement of the batch's futures; its ``input_ids`` is a new tensor then.
+
+        An extend has none. Every input of a decode in the overlap loop is one.
+        """
+        if not model_worker_batch.forward_mode.is_decode():
+            return
+        entries = -model_worker_batch.input_ids
+        resolved = torch.empty_like(entries)
 
         def run() -> None:
             torch.index_select(self.token_ids_buf, 0, entries, out=resolved)
@@ -54,4 +73,4 @@ class FutureMap:
             reads=[Region(self.token_ids_buf, 0, 0, entries)],
             writes=[Region(resolved, 0, 0, range(resolved.numel()))],
         )
-        return resolved
+        model_worker_batch.input_ids = resolved

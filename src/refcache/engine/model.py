@@ -99,7 +99,7 @@ class TagModel:
             widths.append(row_bytes // 8)
         self.layers = [
             TagAttention(layer, widths, ledger, check)
-            for layer in range(pool.start_layer, pool.end_layer + 1)
+            for layer in range(pool.start_layer, pool.end_layer)
         ]
 
     def forward(self, batch: ModelWorkerBatch, backend: AttentionBackend) -> torch.Tensor:

@@ -5,11 +5,17 @@ from dataclasses import dataclass
 import torch
 
 from refcache.errors import InvalidArgument
+from refcache.types import ServerArgs
 
 
-def get_attention_tp_size(tp_size: int = 1) -> int:
-    """Ranks that share one layer's heads: all of them, as DP attention is not modelled."""
-    return tp_size
+def get_attention_tp_size(server_args: ServerArgs) -> int:
+    """Ranks that share one layer's heads: all, or under DP attention those of one group.
+
+    >>> get_attention_tp_size(ServerArgs(tp_size=8, dp_size=4, enable_dp_attention=True))
+    2
+    """
+    groups = server_args.dp_size if server_args.enable_dp_attention else 1
+    return server_args.tp_size // groups
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class SchedulerOutputProcessorMixin:
         self, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
         """First tokens; nothing for a chunk that is not the last of its prompt."""
-        tokens = result.tokens(self.runtime)
+        tokens = result.tokens()
         for req, token in zip(batch.reqs, tokens, strict=True):
             if req.finished() or req.is_retracted:
                 continue
@@ -53,7 +53,7 @@ class SchedulerOutputProcessorMixin:
         self, batch: ScheduleBatch, result: GenerationBatchResult
     ) -> None:
         """One more token each; what finished requests free is freed together."""
-        tokens = result.tokens(self.runtime)
+        tokens = result.tokens()
         self.token_to_kv_pool_allocator.free_group_begin()
         for req, token in zip(batch.reqs, tokens, strict=True):
             if req.finished_reason is not None or req.is_retracted:

@@ -99,6 +99,7 @@ class Req:
         self.last_node: Any = None
         self.last_host_node: Any = None
         self.host_hit_length = 0
+        self.mamba_branching_seqlen: int | None = None
         self.cache_protected_len = 0
         self.cache_counted_len = 0
         self.kv_committed_len = 0
@@ -122,12 +123,17 @@ class Req:
         self.fill_ids = self.origin_input_ids + self.output_ids
         if tree_cache is not None:
             key = RadixKey(self.fill_ids[: max(len(self.fill_ids) - 1, 0)], self.extra_key)
-            match = tree_cache.match_prefix(MatchPrefixParams(key=key, req=self))
+            supports_mamba = getattr(tree_cache, "supports_mamba", bool)  # bool() is False
+            match = tree_cache.match_prefix(
+                MatchPrefixParams(key=key, req=self, cow_mamba=supports_mamba())
+            )
             self.prefix_indices = match.device_indices
             self.last_node = match.last_device_node
             self.last_host_node = match.last_host_node
             self.host_hit_length = match.host_hit_length
-            self.cache_protected_len = len(match.device_indices)
+            self.mamba_branching_seqlen = getattr(match, "mamba_branching_seqlen", None)
+            protected = getattr(match, "cache_protected_len", None)  # a tree may own less of them
+            self.cache_protected_len = len(self.prefix_indices) if protected is None else protected
         self.set_extend_input_len(len(self.fill_ids) - len(self.prefix_indices))
 
     def pop_committed_kv_cache(self) -> int:

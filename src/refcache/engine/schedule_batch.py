@@ -24,9 +24,11 @@ from refcache.engine.alloc import (
     evict_from_tree_cache,
     release_kv_cache,
 )
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.req import Req
 from refcache.runtime import Runtime
 from refcache.tags import as_tensor
+from refcache.types import SpeculativeAlgorithm
 
 RETRACT_DECODE_STEPS = 20  # steps of room that a retraction tries to make for those that stay
 
@@ -96,15 +98,22 @@ class ScheduleBatch:
         req_to_token_pool: Any,
         token_to_kv_pool_allocator: Any,
         tree_cache: Any,
-        runtime: Runtime,
+        model_config: ModelConfig,
+        enable_overlap: bool,
+        spec_algorithm: SpeculativeAlgorithm,
         chunked_req: Req | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.reqs = reqs
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.tree_cache = tree_cache
-        self.runtime = runtime
+        self.model_config = model_config
+        self.enable_overlap = enable_overlap
+        self.spec_algorithm = spec_algorithm
         self.chunked_req = chunked_req
+        self.runtime: Runtime = runtime or req_to_token_pool.runtime
+        self.return_logprob = False
         self.device = req_to_token_pool.device
         self.batch_is_full = False
         self.output_ids: torch.Tensor | None = None
@@ -121,12 +130,27 @@ class ScheduleBatch:
         req_to_token_pool: Any,
         token_to_kv_pool_allocator: Any,
         tree_cache: Any,
-        runtime: Runtime,
+        model_config: ModelConfig,
+        enable_overlap: bool,
+        spec_algorithm: SpeculativeAlgorithm,
         chunked_req: Req | None = None,
+        runtime: Runtime | None = None,
     ) -> "ScheduleBatch":
-        """A batch of these requests; ``chunked_req`` is the one whose prompt does not end in it."""
+        """A batch of these requests; ``chunked_req`` is the one whose prompt does not end in it.
+
+        ``model_config``, ``enable_overlap`` and ``spec_algorithm`` are kept with it; ``runtime`` is
+        the machine, by default that of the request rows.
+        """
         return cls(
-            reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, runtime, chunked_req
+            reqs,
+            req_to_token_pool,
+            token_to_kv_pool_allocator,
+            tree_cache,
+            model_config,
+            enable_overlap,
+            spec_algorithm,
+            chunked_req,
+            runtime,
         )
 
     def batch_size(self) -> int:
@@ -142,8 +166,11 @@ class ScheduleBatch:
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
             self.tree_cache,
-            self.runtime,
+            self.model_config,
+            self.enable_overlap,
+            self.spec_algorithm,
             self.chunked_req,
+            self.runtime,
         )
         same.forward_mode = self.forward_mode
         return same

@@ -17,6 +17,7 @@ LoRA, speculation, disaggregation, priority preemption, mixed chunks, metrics, t
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from refcache.engine.batching import SchedulerBatchingMixin
@@ -38,9 +39,10 @@ from refcache.engine.schedule_policy import SchedulePolicy
 from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
 from refcache.errors import InvalidArgument, NotIdle
 from refcache.keys import token_array
+from refcache.pool import KVCache
 from refcache.runtime import Runtime
 from refcache.tree import HiRadixCache, RadixCache
-from refcache.types import CacheInitParams, ServerArgs
+from refcache.types import CacheInitParams, ServerArgs, SpeculativeAlgorithm
 
 MakeTree = Callable[[CacheInitParams, ServerArgs], Any]
 
@@ -71,6 +73,9 @@ class Scheduler(SchedulerBatchingMixin):
             ``torch.distributed`` group of CPU tensors, or a
             :class:`~refcache.tree.consensus.Consensus`. Their steps reduce the same values in the
             same order, whatever there is to report: two in every step, one more before a decode.
+        attn_tp_cpu_group: the same for the ranks that share one layer's heads. Under
+            ``enable_dp_attention`` groups of them serve requests of their own, so these are the
+            ranks that must agree; any wider group would wait for ranks that take other steps.
 
     Attributes:
         finished_reqs: requests that ended, oldest first; the caller may empty it.
@@ -92,15 +97,23 @@ class Scheduler(SchedulerBatchingMixin):
         keep_kv: bool = True,
         pre_model_load_memory: float | None = None,
         tp_cpu_group: Any = None,
+        attn_tp_cpu_group: Any = None,
     ) -> None:
+        if server_args.enable_dp_attention and tp_cpu_group and not attn_tp_cpu_group:
+            raise InvalidArgument(
+                "enable_dp_attention with tp_cpu_group alone: expected attn_tp_cpu_group, the "
+                "ranks that serve the same requests"
+            )
         self.server_args = server_args
+        self.model_config = model_config or ModelConfig()
+        self.spec_algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         self.page_size = server_args.page_size
         self.observer = observer or SchedulerObserver()
         self.enable_overlap = not server_args.disable_overlap_schedule
         self.enable_hierarchical_cache = server_args.enable_hierarchical_cache
         self.model_runner = ModelRunner(
             server_args,
-            model_config or ModelConfig(),
+            self.model_config,
             runtime=runtime,
             make_allocator=make_allocator,
             make_model=make_model,
@@ -110,17 +123,18 @@ class Scheduler(SchedulerBatchingMixin):
         )
         self.runtime = self.model_runner.runtime
         self.tp_worker = TpModelWorker(self.model_runner)
-        self.max_running_requests = server_args.max_running_requests
+        self.max_running_requests = self.model_runner.max_running_requests
         self.max_total_num_tokens = self.model_runner.max_total_num_tokens
         self.max_req_len = min(server_args.context_length, self.max_total_num_tokens) - 1
-        self.init_cache_with_memory_pool(make_tree, tp_cpu_group)
+        group = attn_tp_cpu_group if server_args.enable_dp_attention else tp_cpu_group
+        self.init_cache_with_memory_pool(make_tree, group)
         self.init_running_status()
         self.init_schedule_policy()
         self.init_overlap()
 
     # ---- start ---------------------------------------------------------------------------------
 
-    def init_cache_with_memory_pool(self, make_tree: MakeTree, tp_cpu_group: Any = None) -> None:
+    def init_cache_with_memory_pool(self, make_tree: MakeTree, tp_cache_group: Any = None) -> None:
         """Make the tree over the runner's pools; tell the worker about a host tier's loads."""
         self.req_to_token_pool = self.model_runner.req_to_token_pool
         self.token_to_kv_pool_allocator = self.model_runner.token_to_kv_pool_allocator
@@ -129,11 +143,12 @@ class Scheduler(SchedulerBatchingMixin):
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             page_size=self.page_size,
-            is_eagle=self.server_args.speculative_algorithm == "EAGLE",
+            is_eagle=self.spec_algorithm.is_eagle(),
+            tp_cache_group=tp_cache_group,
             eviction_policy=self.server_args.radix_eviction_policy,
+            enable_metrics=self.server_args.enable_metrics,
             enable_kv_cache_events=self.server_args.enable_kv_cache_events,
             chunked_prefill_size=self.server_args.chunked_prefill_size,
-            tp_cache_group=tp_cpu_group,
             runtime=self.runtime,
         )
         self.tree_cache = make_tree(params, self.server_args)
@@ -173,6 +188,13 @@ class Scheduler(SchedulerBatchingMixin):
         )
         self.result_queue: deque[tuple[ScheduleBatch, GenerationBatchResult]] = deque()
 
+    @property
+    def forward_stream_ctx(self) -> AbstractContextManager[Any]:
+        """A new block whose launches go to the forward stream."""
+        if self.forward_stream is None:
+            return nullcontext()
+        return self.runtime.stream(self.forward_stream)
+
     # ---- the loops -----------------------------------------------------------------------------
 
     def dispatch_event_loop(self) -> None:
@@ -199,12 +221,15 @@ class Scheduler(SchedulerBatchingMixin):
             batch = self.cur_batch = self.get_next_batch_to_run()
             if batch is not None:
                 self.observer.on_batch(batch)
-                self.result_queue.append((batch.copy(), self.run_batch(batch)))
+                result = self.run_batch(batch)
+                self.result_queue.append((batch.copy(), result))
             elif self.is_idle():
                 self.new_token_ratio = self.init_new_token_ratio
             behind = 1 if self.enable_overlap and batch is not None else 0
             while len(self.result_queue) > behind:
                 self.process_batch_result(*self.result_queue.popleft())
+            if batch is not None:
+                self.launch_batch_sample_if_needed(result)
             self.last_batch = batch
         self.observer.on_step(self)
         return batch
@@ -239,7 +264,10 @@ class Scheduler(SchedulerBatchingMixin):
 
         Raises:
             InvalidArgument: the ``rid`` is in use, or a token id is out of range.
+            MemoryReleased: between ``release_memory_occupation`` and the resume.
         """
+        if self.model_runner.token_to_kv_pool is not None:
+            self.model_runner.token_to_kv_pool.check_resident()
         if recv_req.rid in self.live_reqs:
             raise InvalidArgument(f"rid {recv_req.rid!r}: a request of that name is running")
         req = Req(
@@ -290,23 +318,71 @@ class Scheduler(SchedulerBatchingMixin):
         self.token_to_kv_pool_allocator.clear()
         self.req_to_token_pool.clear()
 
+    def release_memory_occupation(self) -> None:
+        """Give the device pool's memory back (``enable_memory_saver``); every prefix is forgotten.
+
+        What the pool held is lost, so a prefix that stayed in the tree would be read as garbage.
+
+        Raises:
+            NotIdle: a request is not finished.
+            InvalidArgument, MemoryReleased: as :meth:`refcache.pool.KVCache.release`.
+        """
+        pool = self._pool_with_memory_saver()
+        if not self.is_idle():
+            raise NotIdle(
+                f"release_memory_occupation: {len(self.live_reqs)} requests are not finished"
+            )
+        pool.check_resident()
+        self.flush_cache()
+        self.runtime.synchronize()  # the last forward may still write
+        pool.release()
+
+    def resume_memory_occupation(self) -> None:
+        """Take the memory again, empty; raises as :meth:`refcache.pool.KVCache.resume`."""
+        self._pool_with_memory_saver().resume()
+
+    def _pool_with_memory_saver(self) -> KVCache:
+        pool = self.model_runner.token_to_kv_pool
+        if pool is None or not pool.enable_memory_saver:
+            raise InvalidArgument("memory occupation: expected enable_memory_saver, and KV kept")
+        return pool
+
     # ---- running it ----------------------------------------------------------------------------
 
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launch the forward; ``batch.output_ids`` become its tokens, or futures for them."""
         self.forward_ct += 1
         worker_batch = batch.get_model_worker_batch()
-        self.model_runner.init_forward_metadata(worker_batch)
         if self.forward_stream is None:
             result = self.tp_worker.forward_batch_generation(worker_batch)
+            result.sample()
             batch.output_ids = result.next_token_ids
             return result
-        with self.runtime.stream(self.forward_stream):
+        future_indices = self.future_map.future_indices(worker_batch.req_pool_indices)
+        with self.forward_stream_ctx:
             self.forward_stream.wait_stream(self.schedule_stream)
-            if worker_batch.forward_mode.is_decode():
-                worker_batch.input_ids = self.future_map.resolve_future(worker_batch.input_ids)
+            self.future_map.resolve_future(worker_batch)
             result = self.tp_worker.forward_batch_generation(worker_batch)
-            self.future_map.store_to_map(worker_batch.req_pool_indices, result.next_token_ids)
-            result.copy_to_cpu(self.runtime)
-        batch.output_ids = self.future_map.futures(worker_batch.req_pool_indices)
+            result.copy_done = self.runtime.Event()
+            result.future_indices = future_indices
+            if result.delay_sample_func is None:
+                self._tokens_out(result, batch.return_logprob)
+        batch.output_ids = -future_indices.indices
+        if self.model_runner.rows_read is not None:  # rows are written again after that
+            self.schedule_stream.wait_event(self.model_runner.rows_read)
         return result
+
+    def launch_batch_sample_if_needed(self, result: GenerationBatchResult) -> None:
+        """Launch the sampling that a forward has delayed: the results before it are known now."""
+        if result.delay_sample_func is None:
+            return
+        with self.forward_stream_ctx:
+            if self.forward_stream is not None:
+                self.forward_stream.wait_stream(self.schedule_stream)
+            result.sample()
+            self._tokens_out(result)
+
+    def _tokens_out(self, result: GenerationBatchResult, return_logprob: bool = False) -> None:
+        """Launch where the tokens go: to the next batch, and to the host."""
+        self.future_map.store_to_map(result.future_indices, result)
+        result.copy_to_cpu(return_logprob=return_logprob)

@@ -1,40 +1,73 @@
 """``TpModelWorker``: what the scheduler talks to; one rank's runner and the result of a forward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from refcache.engine.model_runner import ModelRunner
+from refcache.engine.model_runner import ModelRunner, NextTokens
 from refcache.engine.schedule_batch import ModelWorkerBatch
+from refcache.errors import InvalidArgument
 from refcache.runtime import Event, Region, Runtime
 
 
 class GenerationBatchResult:
-    """The next tokens, int64 ``[batch]``: on the device, and on the host after ``copy_done``."""
+    """What a forward made: on the device, and on the host after ``copy_done``.
 
-    def __init__(self, next_token_ids: torch.Tensor) -> None:
-        self.next_token_ids = next_token_ids
+    Attributes:
+        next_token_ids: int64 ``[batch]``; None until a delayed sampling is launched.
+        delay_sample_func: launches it; None: the forward has sampled.
+        future_indices: where the tokens of a delayed sampling go; see
+            :class:`~refcache.engine.future_map.FutureMap`.
+        copy_done: recorded behind the copy to the host.
+    """
+
+    def __init__(self, next_tokens: NextTokens, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.next_token_ids: torch.Tensor | None = None
+        self.delay_sample_func: Callable[[], torch.Tensor] | None = None
+        if isinstance(next_tokens, torch.Tensor):
+            self.next_token_ids = next_tokens
+        else:
+            self.delay_sample_func = next_tokens
         self.copy_done: Event | None = None
+        self.future_indices: Any = None
 
-    def copy_to_cpu(self, runtime: Runtime) -> None:
-        """Launch the copy to the host on the current stream, and record ``copy_done`` after it."""
+    def sample(self) -> None:
+        """Launch a sampling that was delayed, on the current stream."""
+        if self.delay_sample_func is not None:
+            self.next_token_ids = self.delay_sample_func()
+            self.delay_sample_func = None
+
+    def copy_to_cpu(self, return_logprob: bool = False) -> None:
+        """Launch the copy to the host on the current stream, and record ``copy_done`` after it.
+
+        Raises:
+            InvalidArgument: ``return_logprob``: log probabilities are not modelled.
+        """
+        if return_logprob:
+            raise InvalidArgument("copy_to_cpu(return_logprob=True): expected False")
+        assert self.next_token_ids is not None
         on_host = torch.empty_like(self.next_token_ids, device="cpu")
-        runtime.d2h(on_host, self.next_token_ids, pinned=True)
+        self.runtime.d2h(on_host, self.next_token_ids, pinned=True)
         self.next_token_ids = on_host
-        self.copy_done = runtime.Event()
+        if self.copy_done is None:
+            self.copy_done = self.runtime.Event()
         self.copy_done.record()
 
-    def tokens(self, runtime: Runtime) -> list[int]:
+    def tokens(self) -> list[int]:
         """The tokens; the host waits for them."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
         else:
-            runtime.host_sync()
+            self.runtime.host_sync()
+        made = self.next_token_ids
+        assert made is not None
         tokens: list[int] = []
-        runtime.host_access(
+        self.runtime.host_access(
             "read_tokens",
-            lambda: tokens.extend(self.next_token_ids.tolist()),
-            reads=[Region(self.next_token_ids, 0, 0, range(self.next_token_ids.numel()))],
+            lambda: tokens.extend(made.tolist()),
+            reads=[Region(made, 0, 0, range(made.numel()))],
         )
         return tokens
 
@@ -58,4 +91,5 @@ class TpModelWorker:
     def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
         """Issue the forward of ``batch`` on the current stream."""
         self.set_hicache_consumer(batch.hicache_consumer_index)
-        return GenerationBatchResult(self.model_runner.forward(batch))
+        runner = self.model_runner
+        return GenerationBatchResult(runner.forward(batch), runner.runtime)

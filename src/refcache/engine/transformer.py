@@ -200,7 +200,7 @@ class Transformer:
         block = LatentBlock if config.is_mla else GroupedQueryBlock
         self.blocks = [
             block(layer, draw, config, num_attention_heads)
-            for layer in range(pool.start_layer, pool.end_layer + 1)
+            for layer in range(pool.start_layer, pool.end_layer)
         ]
         self.embedding = draw(config.vocab_size, self.hidden)
         self.w_logits = draw(config.vocab_size, self.hidden)

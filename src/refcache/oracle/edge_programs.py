@@ -73,6 +73,15 @@ def write_after_compute(bench: Bench) -> None:
     bench.controller.write(slots)
 
 
+def write_behind_running_forward(bench: Bench) -> None:
+    """A write starts, from the schedule stream, while a forward computes the rows it copies."""
+    bench.controller.register_forward_stream(bench.forward_stream)
+    slots = taken(bench.allocator.alloc(1))
+    with bench.machine.stream(bench.forward_stream):
+        bench.compute(slots)
+    bench.controller.write(slots)
+
+
 def load(bench: Bench) -> None:
     """One load."""
     bench.start_load()
@@ -108,6 +117,15 @@ def forward_reads_row(bench: Bench) -> None:
     bench.forward_stream.wait_stream(bench.machine.default_stream())
     with bench.machine.stream(bench.forward_stream):
         bench.machine.launch("page_table", lambda: None, [Region(bench.rows, 0, 0, 0)])
+
+
+def row_is_given_on(bench: Bench) -> None:
+    """A forward reads a row, which the next request is given."""
+    with bench.machine.stream(bench.forward_stream):
+        bench.machine.launch("page_table", lambda: None, [Region(bench.rows, 0, 0, 0)])
+        rows_read = bench.forward_stream.record_event()
+    bench.machine.current_stream().wait_event(rows_read)
+    bench.rows.write((0, slice(0, 1)), torch.tensor([1]))
 
 
 def load_what_was_written(bench: Bench) -> None:
@@ -151,3 +169,32 @@ def decode_after_load(bench: Bench) -> None:
     bench.controller.layer_done_counter.wait_all()
     bench.pool.get_key_buffer(0)
     bench.attend(0, slots)
+
+
+def graph_during_load(bench: Bench) -> None:
+    """A CUDA graph, captured when no load was queued, is replayed while one is on its way.
+
+    A replay issues the captured launches and runs no host code: the getters' waits were those of
+    the capture, which had none. So a replay must come after the whole load (or the step must run
+    without the graph, layer by layer).
+    """
+    bench.pool.get_key_buffer(0)  # the capture: there is nothing to wait for
+    slots = bench.start_load()
+    bench.controller.layer_done_counter.wait_all()
+    bench.attend(0, slots)  # the replay
+
+
+def write_v_after_reading_it(bench: Bench) -> None:
+    """V of some slots is read, then written on the alternative stream."""
+    slots = torch.tensor([1])
+    bench.attend(1, slots)
+    bench.pool.capture_mode = True
+    bench.compute(slots)
+
+
+def read_v_after_writing_it(bench: Bench) -> None:
+    """V is written on the alternative stream, then read."""
+    slots = torch.tensor([1])
+    bench.pool.capture_mode = True
+    bench.compute(slots)
+    bench.attend(1, slots)

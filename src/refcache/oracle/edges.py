@@ -80,6 +80,11 @@ _ALL = (
         "write", "default", programs.write_after_compute,
     ),
     Edge(
+        "write-fence",
+        "a write waits for the forward stream, which computes rows that a finished request keeps",
+        "write", "forward", programs.write_behind_running_forward,
+    ),
+    Edge(
         "load-start",
         "a load waits for its caller's stream, which moves its index tensors",
         "load", "default", programs.load,
@@ -110,6 +115,11 @@ _ALL = (
         "forward", "default", programs.forward_reads_row,
     ),
     Edge(
+        "row-reuse",
+        "request rows are written again only after the forward has read its page table",
+        "default", "forward", programs.row_is_given_on,
+    ),
+    Edge(
         "host-reuse-d2h",
         "host slots that a write fills are used again only after its finish event",
         "main", "write", programs.load_what_was_written,
@@ -133,6 +143,21 @@ _ALL = (
         "decode-load",
         "a decode after a load, with no waits by layer, waits for the whole load",
         "default", "load", programs.decode_after_load,
+    ),
+    Edge(
+        "graph-load",
+        "a CUDA graph, whose getters ran when it was captured, is replayed behind the whole load",
+        "default", "load", programs.graph_during_load,
+    ),
+    Edge(
+        "alt-start",
+        "the alternative stream writes V behind what the forward's stream did before",
+        "alt", "default", programs.write_v_after_reading_it,
+    ),
+    Edge(
+        "alt-join",
+        "what follows on the forward's stream waits for V, which the alternative stream writes",
+        "default", "alt", programs.read_v_after_writing_it,
     ),
 )  # fmt: skip
 

@@ -33,6 +33,9 @@ class TreeRequests(TreeCalls):
         req.last_node, slots = self._bring(found, tokens[:-1], extra_key)
         prefix = (extra_key, self._elements(tokens[:-1])[: len(slots)])
         req.cache_protected_len, req.prefix_indices = len(slots), slots
+        owned = getattr(found, "cache_protected_len", None)
+        if owned is not None and len(slots) == len(found.device_indices):
+            req.cache_protected_len = int(owned)  # the tree says that it owns no more of them
         self._lock(req.last_node, prefix)
         self.on_target(self.rows.alloc, [req])
         self._write(req, 0, slots)

@@ -1,12 +1,13 @@
 """Who holds bytes: rows of requests, device pools, host pools."""
 
-from refcache.pool.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, Plane
+from refcache.pool.device import MHATokenToKVPool, MLATokenToKVPool
 from refcache.pool.host import (
     HostKVCache,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
     host_pool_for,
 )
+from refcache.pool.kv_cache import KVCache, Plane
 from refcache.pool.pinned import HostTensorAllocator, LoadedCudart, alloc_with_host_register
 from refcache.pool.req_to_token import ReqToTokenPool
 

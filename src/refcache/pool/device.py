@@ -1,179 +1,28 @@
-"""Device pools: the KV bytes of every layer, as *planes*.
+"""Device pools: ``MHATokenToKVPool`` and ``MLATokenToKVPool``, over :mod:`refcache.pool.kv_cache`.
 
-A plane is one buffer ``[layer, size + page_size, head, dim]``: MHA has K and V (each with its own
-width), MLA has one (latent and rope part side by side). Page 0 is a dummy for padded tokens; slots
-``page_size ... size + page_size - 1`` are handed out. Everything that copies rows between tiers is
-driven by the list of planes, so no pool needs a copy routine of its own.
-
-Bytes are touched only through launches. Getters wait for the layer on the registered layer transfer
-counter first: a layer that is being loaded from the host is not read before it has arrived.
-
-Models SGLang's ``MHATokenToKVPool`` and ``MLATokenToKVPool``; left out: the memory saver region,
-custom memory pools, the alternate stream, the speculative KV copy.
+Models SGLang's classes of these names; left out: custom memory pools, which say where the bytes
+come from and change nothing else.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-from refcache.errors import InvalidArgument, InvalidSlot
-from refcache.runtime import ImmediateRuntime, Region, Runtime
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class Plane(NamedTuple):
-    """``buffer``: ``[layer, size + page_size, head_num, head_dim]`` of the store dtype."""
-
-    name: str
-    buffer: torch.Tensor
-    head_num: int
-    head_dim: int
-
-
-class LayerTransferCounter(Protocol):
-    """Whoever knows which layers of a running load have arrived."""
-
-    def wait_until(self, threshold: int) -> None:
-        """Let the current stream wait for layer ``threshold`` (counted from 0 in this pool)."""
-        ...
-
-
-class KVCache:
-    """Base of the device pools: planes, getters' waits, launches.
-
-    Attributes:
-        size: slots that can be handed out; ``page_size``: slots a page.
-        dtype: what callers see; ``store_dtype``: what is stored (fp8 as uint8).
-        start_layer, end_layer: the model's layers held here; ``layer_num`` of them.
-        planes: the buffers.
-
-    Raises:
-        InvalidArgument: an extent below 1, or ``end_layer`` that does not fit ``layer_num``.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        layer_num: int,
-        device: str,
-        widths: Sequence[tuple[str, int, int]],
-        start_layer: int | None = None,
-        end_layer: int | None = None,
-        runtime: Runtime | None = None,
-    ) -> None:
-        """``widths``: (name, head_num, head_dim) of each plane."""
-        extents = {"size": size, "page_size": page_size, "layer_num": layer_num}
-        for name, heads, dim in widths:
-            extents |= {f"{name} heads": heads, f"{name} width": dim}
-        for what, value in extents.items():
-            if value < 1:
-                raise InvalidArgument(
-                    f"{what}={value} of {type(self).__name__}: expected 1 or more"
-                )
-        self.size = size
-        self.page_size = page_size
-        self.dtype = dtype
-        self.store_dtype = torch.uint8 if dtype in FP8 else dtype
-        self.layer_num = layer_num
-        self.device = device
-        self.start_layer = start_layer or 0
-        self.end_layer = self.start_layer + layer_num - 1 if end_layer is None else end_layer
-        if self.end_layer - self.start_layer + 1 != layer_num:
-            raise InvalidArgument(
-                f"layers {self.start_layer} to {self.end_layer}: expected {layer_num} of them"
-            )
-        self.runtime: Runtime = runtime or ImmediateRuntime()
-        self.layer_transfer_counter: LayerTransferCounter | None = None
-        self.planes = tuple(
-            Plane(
-                name,
-                torch.zeros(
-                    (layer_num, size + page_size, heads, dim),
-                    dtype=self.store_dtype,
-                    device=device,
-                ),
-                heads,
-                dim,
-            )
-            for name, heads, dim in widths
-        )
-        self._create_buffers()
-
-    def _create_buffers(self) -> None:
-        """Name the planes' per-layer views as SGLang does."""
-        views = [layer for plane in self.planes for layer in plane.buffer]
-        self.data_ptrs = torch.tensor(
-            [v.data_ptr() for v in views], dtype=torch.uint64, device=self.device
-        )
-        self.data_strides = torch.tensor(
-            [v[0].numel() * v.element_size() for v in views], device=self.device
-        )
-
-    def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
-        """From now on every getter waits on ``counter`` for its layer."""
-        self.layer_transfer_counter = counter
-
-    def get_kv_size_bytes(self) -> int:
-        """Bytes of all planes."""
-        return sum(p.buffer.numel() * p.buffer.element_size() for p in self.planes)
-
-    def region(self, plane: int, layer_id: int, slots: torch.Tensor | range | int) -> Region:
-        """The cells of one (plane, model layer), to name in a launch."""
-        return Region(self, plane, self._local(layer_id), slots)
-
-    def _local(self, layer_id: int) -> int:
-        if not self.start_layer <= layer_id <= self.end_layer:
-            raise InvalidArgument(
-                f"layer {layer_id}: this pool holds layers {self.start_layer} to {self.end_layer}"
-            )
-        return layer_id - self.start_layer
-
-    def _wait(self, layer_id: int) -> None:
-        local = self._local(layer_id)
-        if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(local)
-
-    def _view(self, plane: int, layer_id: int) -> torch.Tensor:
-        view = self.planes[plane].buffer[self._local(layer_id)]
-        return view if self.store_dtype == self.dtype else view.view(self.dtype)
-
-    def _write(self, layer: Any, loc: torch.Tensor, *rows: tuple[torch.Tensor, ...]) -> None:
-        """Launch ``plane[layer][loc] = rows`` for every plane; ``layer`` has or is a layer id.
-
-        The rows of a plane may come in parts, side by side; they are read when the launch runs.
-        """
-        layer_id: int = getattr(layer, "layer_id", layer)
-        for plane, parts in zip(self.planes, rows, strict=True):
-            seen = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
-            if seen != (len(loc), plane.head_num, plane.head_dim):
-                raise InvalidArgument(
-                    f"{plane.name} rows of shape {seen}: expected "
-                    f"{(len(loc), plane.head_num, plane.head_dim)}"
-                )
-        slots = self.size + self.page_size
-        if loc.device.type == "cpu" and len(loc):
-            low, high = (int(bound) for bound in loc.aminmax())
-            if not 0 <= low <= high < slots:
-                raise InvalidSlot(f"slots {low} to {high}: expected 0 to {slots - 1}")
-        local = self._local(layer_id)
-
-        def run() -> None:
-            for plane, parts in zip(self.planes, rows, strict=True):
-                row = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-                plane.buffer[local][loc] = row.to(self.dtype).view(self.store_dtype)
-
-        regions = [self.region(plane, layer_id, loc) for plane in range(len(self.planes))]
-        self.runtime.launch("set_kv_buffer", run, writes=regions)
+from refcache.errors import InvalidArgument
+from refcache.pool.kv_cache import KVCache
+from refcache.runtime import Region, Runtime, Stream
 
 
 class MHATokenToKVPool(KVCache):
     """K and V of multi-head (or grouped-query) attention; ``v_head_dim`` defaults to ``head_dim``.
 
     ``k_buffer[l]`` and ``v_buffer[l]`` are views ``[size + page_size, head_num, dim]``.
+
+    Attributes:
+        alt_stream: with ``enable_alt_stream``, a stream that writes V while K is written.
+        capture_mode: whether ``alt_stream`` is used. SGLang uses it while it captures a CUDA graph,
+            whose launches cost the host nothing later, and only then.
     """
 
     def __init__(
@@ -189,16 +38,22 @@ class MHATokenToKVPool(KVCache):
         v_head_dim: int | None = None,
         start_layer: int | None = None,
         end_layer: int | None = None,
+        enable_alt_stream: bool = True,
+        enable_kv_cache_copy: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        """``enable_memory_saver`` is accepted for SGLang's callers and not modelled."""
+        """``enable_kv_cache_copy``: :meth:`move_kv_cache` may be called."""
         self.head_num = head_num
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         widths = [("k", head_num, head_dim), ("v", head_num, self.v_head_dim)]
+        layers = start_layer, end_layer
         super().__init__(
-            size, page_size, dtype, layer_num, device, widths, start_layer, end_layer, runtime
+            size, page_size, dtype, layer_num, device, widths, *layers, enable_memory_saver, runtime
         )
+        self.enable_kv_cache_copy = enable_kv_cache_copy
+        self.alt_stream: Stream | None = self.runtime.Stream("alt") if enable_alt_stream else None
+        self.capture_mode = False
 
     def _create_buffers(self) -> None:
         super()._create_buffers()
@@ -209,7 +64,7 @@ class MHATokenToKVPool(KVCache):
     def set_kv_buffer(
         self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
-        """Write the rows of some tokens of one layer, as one launch.
+        """Write the rows of some tokens of one layer, as one launch (with ``alt_stream``, two).
 
         Args:
             layer: a layer id, or an object with ``layer_id``.
@@ -221,6 +76,50 @@ class MHATokenToKVPool(KVCache):
             InvalidArgument, InvalidSlot: before anything is launched.
         """
         self._write(layer, loc, (cache_k,), (cache_v,))
+
+    def _launch_write(
+        self,
+        local: int,
+        loc: torch.Tensor,
+        rows: Sequence[tuple[torch.Tensor, ...]],
+        planes: Sequence[int],
+    ) -> None:
+        if self.alt_stream is None or not self.capture_mode:
+            return super()._launch_write(local, loc, rows, planes)
+        current = self.runtime.current_stream()
+        self.alt_stream.wait_stream(current)
+        super()._launch_write(local, loc, rows, planes[:1])
+        with self.runtime.stream(self.alt_stream):
+            super()._launch_write(local, loc, rows, planes[1:])
+        current.wait_stream(self.alt_stream)
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy the rows of slot ``src_loc[i]`` to slot ``tgt_loc[i]``, all layers, as one launch.
+
+        Speculation uses it: draft tokens that were accepted move to where their sequence goes on.
+        All sources are read before a target is written.
+
+        Raises:
+            InvalidArgument: made without ``enable_kv_cache_copy``; lists of different lengths.
+        """
+        if not self.enable_kv_cache_copy:
+            raise InvalidArgument("move_kv_cache: expected enable_kv_cache_copy=True")
+        if tgt_loc.shape != src_loc.shape or tgt_loc.dim() != 1:
+            raise InvalidArgument(
+                f"move_kv_cache of {tuple(src_loc.shape)} to {tuple(tgt_loc.shape)}: expected [n] "
+                "each"
+            )
+        self.check_resident()
+
+        def run() -> None:
+            for plane in self.planes:
+                plane.buffer[:, tgt_loc] = plane.buffer[:, src_loc]
+
+        reads, writes = (
+            [Region(self, plane, range(self.layer_num), loc) for plane in range(len(self.planes))]
+            for loc in (src_loc, tgt_loc)
+        )
+        self.runtime.launch("move_kv_cache", run, reads, writes)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """K of a layer, ``[size + page_size, head_num, head_dim]``, after waiting for the layer."""
@@ -263,13 +162,13 @@ class MLATokenToKVPool(KVCache):
         end_layer: int | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        """``enable_memory_saver`` is accepted for SGLang's callers and not modelled."""
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self.kv_cache_dim = kv_lora_rank + qk_rope_head_dim
         widths = [("kv", 1, self.kv_cache_dim)]
+        layers = start_layer, end_layer
         super().__init__(
-            size, page_size, dtype, layer_num, device, widths, start_layer, end_layer, runtime
+            size, page_size, dtype, layer_num, device, widths, *layers, enable_memory_saver, runtime
         )
 
     def _create_buffers(self) -> None:

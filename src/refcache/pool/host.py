@@ -21,9 +21,10 @@ from refcache.errors import (
     InvalidArgument,
     UnknownName,
 )
-from refcache.pool.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
+from refcache.pool.device import MHATokenToKVPool, MLATokenToKVPool
 from refcache.pool.host_copies import SMALL_LOAD_BYTES, HostCopies, check_device_pool
 from refcache.pool.host_slots import HostSlots
+from refcache.pool.kv_cache import KVCache
 from refcache.pool.pinned import (
     Cudart,
     HostTensorAllocator,

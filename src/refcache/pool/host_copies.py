@@ -18,7 +18,7 @@ import torch
 
 from refcache.backend import Backend, copy_engine, resolve
 from refcache.errors import InvalidArgument, UnknownName, WrongTier
-from refcache.pool.device import KVCache
+from refcache.pool.kv_cache import KVCache
 from refcache.runtime import Flags, Part, Region, Runtime
 from refcache.types import IO_BACKENDS
 
@@ -219,6 +219,7 @@ class HostCopies:
         self, device_pool: KVCache, host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> None:
         check_device_pool(device_pool)
+        device_pool.check_resident()
         for what, index in (("host", host_indices), ("device", device_indices)):
             if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
                 raise InvalidArgument(

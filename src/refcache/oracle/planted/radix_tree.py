@@ -108,6 +108,17 @@ def _parent_not_relisted(original: Function) -> Function:
     return _unlink
 
 
+def _owns_less(original: Function) -> Function:
+    def match_prefix(self: Any, params: Any) -> Any:
+        found = original(self, params)
+        hit = len(found.device_indices)
+        if hit <= self.page_size:
+            return found
+        return found._replace(cache_protected_len=hit - self.page_size)
+
+    return match_prefix
+
+
 def _no_refresh(original: Function) -> Function:
     def _match_prefix_helper(self: Any, node: Any, key: Any) -> Any:
         before = {n: n.last_access_time for n in self.nodes()}
@@ -203,6 +214,14 @@ BUGS: tuple[PlantedBug, ...] = (
         "a parent of several pages is not listed as a leaf when its last child goes",
         f"{TREE}._unlink",
         _parent_not_relisted,
+    ),
+    _bug(
+        "match-owns-less",
+        "slip",
+        "a match says that the tree owns a page less of the slots than it does",
+        f"{TREE}.match_prefix",
+        _owns_less,
+        suite="loop.state",
     ),
     _bug(
         "match-refreshes-nothing",

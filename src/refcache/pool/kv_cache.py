@@ -1,0 +1,228 @@
+"""``KVCache``, the base of device pools: the KV bytes of every layer, as *planes*.
+
+A plane is one buffer ``[layer, size + page_size, head, dim]``: MHA has K and V (each with its own
+width), MLA has one (latent and rope part side by side). Page 0 is a dummy for padded tokens; slots
+``page_size ... size + page_size - 1`` are handed out. Everything that copies rows between tiers is
+driven by the list of planes, so no pool needs a copy routine of its own.
+
+Bytes are touched only through launches. Getters wait for the layer on the registered layer transfer
+counter first: a layer that is being loaded from the host is not read before it has arrived.
+
+A pool's memory can be released while nothing uses it, and resumed (the memory saver); what it held
+is lost then, so whoever knows of rows in it must forget them.
+
+The kinds are in :mod:`refcache.pool.device`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased
+from refcache.runtime import ImmediateRuntime, Region, Runtime
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LOST = 0xA5  # every byte of a pool whose memory was released
+
+
+class Plane(NamedTuple):
+    """``buffer``: ``[layer, size + page_size, head_num, head_dim]`` of the store dtype."""
+
+    name: str
+    buffer: torch.Tensor
+    head_num: int
+    head_dim: int
+
+
+class LayerTransferCounter(Protocol):
+    """Whoever knows which layers of a running load have arrived."""
+
+    def wait_until(self, threshold: int) -> None:
+        """Let the current stream wait for layer ``threshold`` (counted from 0 in this pool)."""
+        ...
+
+
+class KVCache:
+    """Base of the device pools: planes, getters' waits, launches.
+
+    Attributes:
+        size: slots that can be handed out; ``page_size``: slots a page.
+        dtype: what callers see; ``store_dtype``: what is stored (fp8 as uint8).
+        start_layer, end_layer: the model's layers held here, ``end_layer`` not included;
+            ``layer_num`` of them.
+        planes: the buffers.
+        released: the memory is given back; every access is refused.
+
+    Raises:
+        InvalidArgument: an extent below 1, or ``end_layer`` that does not fit ``layer_num``.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: str,
+        widths: Sequence[tuple[str, int, int]],
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        enable_memory_saver: bool = False,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """``widths``: (name, head_num, head_dim) of each plane."""
+        extents = {"size": size, "page_size": page_size, "layer_num": layer_num}
+        for name, heads, dim in widths:
+            extents |= {f"{name} heads": heads, f"{name} width": dim}
+        for what, value in extents.items():
+            if value < 1:
+                raise InvalidArgument(
+                    f"{what}={value} of {type(self).__name__}: expected 1 or more"
+                )
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        self.store_dtype = torch.uint8 if dtype in FP8 else dtype
+        self.layer_num = layer_num
+        self.device = device
+        self.start_layer = start_layer or 0
+        self.end_layer = self.start_layer + layer_num if end_layer is None else end_layer
+        if self.end_layer - self.start_layer != layer_num:
+            raise InvalidArgument(
+                f"layers {self.start_layer} to {self.end_layer}, the last not included: expected "
+                f"{layer_num} of them"
+            )
+        self.enable_memory_saver = enable_memory_saver
+        self.released = False
+        self.runtime: Runtime = runtime or ImmediateRuntime()
+        self.layer_transfer_counter: LayerTransferCounter | None = None
+        self.planes = tuple(
+            Plane(
+                name,
+                torch.zeros(
+                    (layer_num, size + page_size, heads, dim),
+                    dtype=self.store_dtype,
+                    device=device,
+                ),
+                heads,
+                dim,
+            )
+            for name, heads, dim in widths
+        )
+        self._create_buffers()
+
+    def _create_buffers(self) -> None:
+        """Name the planes' per-layer views as SGLang does."""
+        views = [layer for plane in self.planes for layer in plane.buffer]
+        self.data_ptrs = torch.tensor(
+            [v.data_ptr() for v in views], dtype=torch.uint64, device=self.device
+        )
+        self.data_strides = torch.tensor(
+            [v[0].numel() * v.element_size() for v in views], device=self.device
+        )
+
+    def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
+        """From now on every getter waits on ``counter`` for its layer."""
+        self.layer_transfer_counter = counter
+
+    def release(self) -> None:
+        """Give the memory back (one launch): the bytes are lost, and the pool is refused until
+        :meth:`resume`. Nothing may be using it.
+
+        Raises:
+            InvalidArgument: made without ``enable_memory_saver``.
+            MemoryReleased: released already.
+        """
+        if not self.enable_memory_saver:
+            raise InvalidArgument("release of a pool's memory: expected enable_memory_saver=True")
+        self.check_resident()
+
+        def run() -> None:
+            for plane in self.planes:
+                plane.buffer.view(torch.uint8).fill_(LOST)
+
+        cells = range(self.layer_num), range(self.size + self.page_size)
+        regions = [Region(self, plane, *cells) for plane in range(len(self.planes))]
+        self.runtime.launch("release", run, writes=regions)
+        self.released = True
+
+    def resume(self) -> None:
+        """Take memory again; what it holds means nothing.
+
+        Raises:
+            InvalidArgument: it was not released.
+        """
+        if not self.released:
+            raise InvalidArgument("resume of a pool's memory: expected a release before it")
+        self.released = False
+
+    def check_resident(self) -> None:
+        """Raise MemoryReleased while the memory is given back."""
+        if self.released:
+            raise MemoryReleased(f"memory of a {type(self).__name__}: expected resume first")
+
+    def get_kv_size_bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(p.buffer.numel() * p.buffer.element_size() for p in self.planes)
+
+    def region(self, plane: int, layer_id: int, slots: torch.Tensor | range | int) -> Region:
+        """The cells of one (plane, model layer), to name in a launch."""
+        return Region(self, plane, self._local(layer_id), slots)
+
+    def _local(self, layer_id: int) -> int:
+        if not self.start_layer <= layer_id < self.end_layer:
+            raise InvalidArgument(
+                f"layer {layer_id}: this pool holds layers {self.start_layer} to "
+                f"{self.end_layer - 1}"
+            )
+        return layer_id - self.start_layer
+
+    def _wait(self, layer_id: int) -> None:
+        self.check_resident()
+        local = self._local(layer_id)
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(local)
+
+    def _view(self, plane: int, layer_id: int) -> torch.Tensor:
+        view = self.planes[plane].buffer[self._local(layer_id)]
+        return view if self.store_dtype == self.dtype else view.view(self.dtype)
+
+    def _write(self, layer: Any, loc: torch.Tensor, *rows: tuple[torch.Tensor, ...]) -> None:
+        """Launch ``plane[layer][loc] = rows`` for every plane; ``layer`` has or is a layer id.
+
+        The rows of a plane may come in parts, side by side; they are read when the launch runs.
+        """
+        self.check_resident()
+        layer_id: int = getattr(layer, "layer_id", layer)
+        for plane, parts in zip(self.planes, rows, strict=True):
+            seen = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+            if seen != (len(loc), plane.head_num, plane.head_dim):
+                raise InvalidArgument(
+                    f"{plane.name} rows of shape {seen}: expected "
+                    f"{(len(loc), plane.head_num, plane.head_dim)}"
+                )
+        slots = self.size + self.page_size
+        if loc.device.type == "cpu" and len(loc):
+            low, high = (int(bound) for bound in loc.aminmax())
+            if not 0 <= low <= high < slots:
+                raise InvalidSlot(f"slots {low} to {high}: expected 0 to {slots - 1}")
+        self._launch_write(self._local(layer_id), loc, rows, range(len(self.planes)))
+
+    def _launch_write(
+        self,
+        local: int,
+        loc: torch.Tensor,
+        rows: Sequence[tuple[torch.Tensor, ...]],
+        planes: Sequence[int],
+    ) -> None:
+        """One launch, on the current stream, of the checked rows of some planes."""
+
+        def run() -> None:
+            for number in planes:
+                parts, plane = rows[number], self.planes[number]
+                row = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+                plane.buffer[local][loc] = row.to(self.dtype).view(self.store_dtype)
+
+        regions = [Region(self, number, local, loc) for number in planes]
+        self.runtime.launch("set_kv_buffer", run, writes=regions)
