@@ -512,7 +512,7 @@ def test_bad_construction_is_refused_by_name():
     for error, change in [
         (WrongTier, {"mem_pool_host": r.pool}),
         (UnknownName, {"write_policy": "write_never"}),
-        (UnknownName, {"io_backend": ""}),
+        (UnknownName, {"io_backend": "copy"}),
         (InvalidArgument, {"page_size": 4}),
         (InvalidArgument, {"storage_backend": "file"}),
     ]:
