@@ -18,7 +18,7 @@ import pytest
 
 from refcache.oracle.replay import replay
 from refcache.oracle.replay_config import ReplayConfig
-from refcache.oracle.request_trace import read_trace
+from refcache.readers import read_requests
 
 GB = 1 << 30
 
@@ -64,7 +64,7 @@ def test_replay(benchmark: Any, name: str) -> None:
 
 
 def main() -> None:
-    requests = list(read_trace(sys.argv[1]))
+    requests = list(read_requests(sys.argv[1]).requests)
     began = time.process_time()
     result = replay(requests, ReplayConfig(**json.loads(sys.argv[2])))
     seconds = time.process_time() - began

@@ -14,7 +14,7 @@ import torch
 
 from refcache.oracle import CacheConfig, resolve
 from refcache.oracle.replay_parts import prompt_of
-from refcache.oracle.request_trace import read_trace
+from refcache.readers import read_requests
 
 PAGE, CAPACITY = 64, 3_000_000
 HITS, EVICTED = 20_257_216, 121_177_472
@@ -52,7 +52,7 @@ def target_of(name: str) -> Any:
 def test_tree_alone(benchmark: Any, name: str) -> None:
     target = target_of(name)
     tree = target.tree(CacheConfig(page_size=PAGE, size=PAGE), NoAllocator(), None)
-    requests = list(read_trace(trace_path()))
+    requests = list(read_requests(trace_path()).requests)
     following = iter(requests)
     hits = evicted = 0
 

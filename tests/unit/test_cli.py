@@ -9,7 +9,7 @@ import pytest
 from command_line import refused
 from environment import environment
 from refcache.cli.main import main
-from refcache.oracle.request_trace import read_trace
+from refcache.readers import read_requests
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_fault_of_ours_is_one_line_and_unknown(
     def breaks(*args: object, **kwargs: object) -> None:
         raise KeyError("two\nlines")
 
-    monkeypatch.setattr("refcache.cli.workload.write_trace", breaks)
+    monkeypatch.setattr("refcache.cli.workload.write_requests", breaks)
     line = refused(["workload", "x", "--requests", "1"], capsys, code=3)
     assert "a fault of refcache itself: KeyError" in line
 
@@ -65,7 +65,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     def stops(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("refcache.cli.workload.write_trace", stops)
+    monkeypatch.setattr("refcache.cli.workload.write_requests", stops)
     assert main(["workload", "x", "--requests", "1"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -73,7 +73,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 def test_workload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     assert main(["workload", str(path), "--requests", "20", "--seed", "3"]) == 0
-    assert len(list(read_trace(path))) == 20
+    assert len(read_requests(path).requests) == 20
     assert "20 requests" in capsys.readouterr().out
     again = tmp_path / "again.jsonl"
     assert main(["workload", str(again), "--requests", "20", "--seed", "3"]) == 0

@@ -9,15 +9,15 @@ import refcache.oracle.replay
 from command_line import refused
 from refcache.cli.main import main
 from refcache.oracle import Violation
-from refcache.oracle.request_trace import TraceRequest, write_trace
 from refcache.oracle.workload import prefix_bound, synthesize
+from refcache.readers import TraceRequest, write_requests
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     requests = synthesize(12, seed=0, system_tokens=600, turn_tokens=100, output_tokens=10)
-    write_trace(path, requests)
+    write_requests(path, requests)
     return path
 
 
@@ -28,7 +28,7 @@ def result_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: in
 
 def test_counts_of_two_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    write_trace(path, [TraceRequest(0, 1030, 3, (0, 1, 2)), TraceRequest(0, 1024, 2, (0, 1))])
+    write_requests(path, [TraceRequest(0, 1030, 3, (0, 1, 2)), TraceRequest(0, 1024, 2, (0, 1))])
     arguments = [str(path), "--serial", "--device-tokens", "4096", "--check", "every"]
     result = result_of(arguments, capsys)
     assert result["verdict"] == "ok"

@@ -18,8 +18,8 @@ from refcache.oracle.replay import replay
 from refcache.oracle.replay_config import ReplayConfig
 from refcache.oracle.replay_parts import CountingRadixCache, prompt_of
 from refcache.oracle.replay_tree import replay_tree
-from refcache.oracle.request_trace import TraceRequest, read_trace
 from refcache.oracle.workload import synthesize
+from refcache.readers import TraceRequest, read_requests
 
 POLICIES = {
     "lru": (20_257_216, 121_177_472),
@@ -39,7 +39,7 @@ def trace():
     path = Path(os.environ.get("REFCACHE_TRACE", default))
     if not path.exists():
         pytest.skip(f"no trace at {path}; set REFCACHE_TRACE to Mooncake's conversation trace")
-    return list(read_trace(path))
+    return list(read_requests(path).requests)
 
 
 def small(requests=40, seed=1):

@@ -15,6 +15,7 @@ import typer
 from refcache import __version__
 from refcache.cli.campaign import campaign
 from refcache.cli.check import check
+from refcache.cli.convert import convert
 from refcache.cli.judge import judge
 from refcache.cli.planted import planted
 from refcache.cli.replay import replay
@@ -36,7 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, campaign, replay, judge, shrink, workload, planted):
+for command in (check, campaign, replay, convert, judge, shrink, workload, planted):
     app.command()(command)
 
 

@@ -11,14 +11,26 @@ import typer
 
 from refcache.cli.console import progress
 from refcache.errors import InvalidArgument
-from refcache.oracle.request_trace import read_trace
 from refcache.oracle.workload import PrefixBound, prefix_bound
+from refcache.readers import RequestTrace, read_requests
 
+FormatOption = Annotated[
+    str | None, typer.Option("--format", help="The trace's form, instead of recognising it.")
+]
+BlockSizeOption = Annotated[
+    int | None, typer.Option(help="Tokens a block id stands for, instead of the form's own.")
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="For text: a tokenizer.json or a name; else bytes are tokens.")
+]
 TOKEN_BYTES = 32  # K, V, and an entry of the free list while it is copied; 8 bytes each
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A request trace in Mooncake's format.")],
+    trace: Annotated[
+        Path,
+        typer.Argument(help="A request trace: Mooncake, Qwen-Bailian, Azure, BurstGPT, ShareGPT."),
+    ],
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     device_tokens: Annotated[
         str, typer.Option(metavar="N|unlimited", help="Size of the device pool in tokens.")
@@ -33,6 +45,9 @@ def replay(
     ] = None,
     write_policy: Annotated[str, typer.Option(help="When KV goes to the host.")] = "write_through",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    form: FormatOption = None,
+    block_size: BlockSizeOption = None,
+    tokenizer: TokenizerOption = None,
 ) -> int:
     """Serve a trace with the reference and check each step.
 
@@ -55,7 +70,10 @@ def replay(
         write_policy=write_policy,
     )
     torch.set_num_threads(1)  # a step is many small tensors: threads would wait more than work
-    requests = list(read_trace(trace, limit))
+    read = read_requests(
+        trace, format=form, block_size=block_size, limit=limit, tokenizer=tokenizer
+    )
+    requests = list(read.requests)
     bound = prefix_bound(requests)
     bar = progress()
     task = bar.add_task("requests", total=len(requests))
@@ -71,10 +89,19 @@ def replay(
         return 1
     if as_json:
         blocks = {**bound._asdict(), "computed_from": "ids"}
-        print(json.dumps({"verdict": "ok", **asdict(result), "bound": blocks}, indent=2))
+        told = {"format": read.format, "block_size": read.block_size, "notes": read.notes}
+        answer = {"verdict": "ok", **asdict(result), "bound": blocks, "trace": told}
+        print(json.dumps(answer, indent=2))
     else:
-        print("\n".join(_lines(result, bound)))
+        print("\n".join([*trace_lines(read), *_lines(result, bound)]))
     return 0
+
+
+def trace_lines(read: RequestTrace) -> Iterator[str]:
+    """What was read, and what the file could not tell."""
+    yield f"trace      {read.format}, blocks of {read.block_size}"
+    for note in read.notes:
+        yield f"           {note}"
 
 
 def _capacity(text: str) -> int | None:

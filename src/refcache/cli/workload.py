@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from refcache.oracle.request_trace import write_trace
 from refcache.oracle.workload import prefix_bound, synthesize
+from refcache.readers import write_requests
 
 
 def workload(
@@ -34,7 +34,7 @@ def workload(
             output_tokens=output_tokens,
         )
     )
-    write_trace(path, trace)
+    write_requests(path, trace)
     tokens = sum(request.input_length for request in trace)
     print(f"{path}: {len(trace):,} requests, {tokens:,} input tokens")
     print(f"prefix hits of an unlimited cache: {prefix_bound(trace)}, computed from the ids")

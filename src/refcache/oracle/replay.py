@@ -37,8 +37,8 @@ from refcache.oracle.replay_parts import (
     prompt_of,
 )
 from refcache.oracle.replay_state import StateCheck
-from refcache.oracle.request_trace import TraceRequest
 from refcache.oracle.violation import Violation
+from refcache.readers import TraceRequest
 
 STUCK = 8  # steps in a row that may launch nothing
 COLLECT_AT = 100_000  # new objects: the loop makes few cycles, and looking for them costs a tenth

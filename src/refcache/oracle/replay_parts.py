@@ -24,8 +24,8 @@ from refcache.engine.scheduler import Scheduler
 from refcache.errors import InvalidArgument
 from refcache.keys import TOKEN
 from refcache.oracle.replay_config import ReplayConfig
-from refcache.oracle.request_trace import BLOCK, TraceRequest
 from refcache.oracle.violation import Violation
+from refcache.readers import TraceRequest
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
 from refcache.types import (
     CacheInitParams,
@@ -43,9 +43,10 @@ Progress = Callable[[int, int], None]
 
 def prompt_of(request: TraceRequest) -> "array[int]":
     """``request.token_ids()``, made without a Python object a token."""
-    blocks = torch.tensor(request.hash_ids, dtype=torch.int64) * BLOCK
+    size = request.block_size
+    blocks = torch.tensor(request.hash_ids, dtype=torch.int64) * size
     first = blocks.to(torch.int32)[:, None]  # the low 32 bits
-    ids = (first + torch.arange(BLOCK, dtype=torch.int32)).flatten()[: request.input_length]
+    ids = (first + torch.arange(size, dtype=torch.int32)).flatten()[: request.input_length]
     tokens = array(TOKEN, bytes(4 * len(ids)))
     torch.frombuffer(tokens, dtype=torch.int32).copy_(ids)
     return tokens

@@ -7,7 +7,7 @@ import torch
 
 from refcache.keys import RadixKey
 from refcache.oracle.replay_parts import CountingRadixCache, prompt_of
-from refcache.oracle.request_trace import TraceRequest
+from refcache.readers import TraceRequest
 from refcache.types import CacheInitParams, EvictParams, InsertParams, MatchPrefixParams
 
 

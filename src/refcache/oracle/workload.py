@@ -1,6 +1,6 @@
 """Workloads: request traces drawn from a seed, and how much of a trace any cache can find.
 
-The format is :mod:`refcache.oracle.request_trace`'s.
+The form is :mod:`refcache.readers.trace_request`'s.
 """
 
 import random
@@ -10,11 +10,12 @@ from itertools import count
 from typing import NamedTuple
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.request_trace import BLOCK, MAX_LENGTH, TraceRequest
+from refcache.readers.trace_request import BLOCK, MAX_LENGTH, TraceRequest
 
 
 class PrefixBound(NamedTuple):
-    """How many blocks of a trace any cache can find: those whose id was there before."""
+    """How many blocks of a trace any cache can find: those that were there before,
+    after the same blocks."""
 
     hit_blocks: int
     blocks: int
@@ -30,12 +31,14 @@ def prefix_bound(requests: Iterable[TraceRequest]) -> PrefixBound:
     >>> print(prefix_bound([TraceRequest(0, 1024, 1, (0, 1)), TraceRequest(0, 1024, 1, (0, 2))]))
     1 of 4 blocks (25.00 %)
     """
-    seen: set[int] = set()
+    children: dict[tuple[int, int], int] = {}  # (the prefix before it, id) -> the prefix with it
     blocks = 0
     for request in requests:
-        seen.update(request.hash_ids)
+        prefix = 0
+        for block in request.hash_ids:
+            prefix = children.setdefault((prefix, block), len(children) + 1)
         blocks += len(request.hash_ids)
-    return PrefixBound(blocks - len(seen), blocks)
+    return PrefixBound(blocks - len(children), blocks)
 
 
 def synthesize(
