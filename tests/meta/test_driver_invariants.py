@@ -146,8 +146,8 @@ def kept_rows(original: Function) -> Function:
 
 
 def another_token(original: Function) -> Function:
-    def tokens(self: Any, runtime: Any) -> Any:
-        return [(token + 1) % 3 for token in original(self, runtime)]
+    def tokens(self: Any) -> Any:
+        return [(token + 1) % 3 for token in original(self)]
 
     return tokens
 
