@@ -1,18 +1,29 @@
-"""Launching Triton kernels with less Python: look a compiled kernel up once, then call it.
+"""Launching Triton kernels with less Python: a kernel is compiled by name, then called.
 
-``kernel[grid](...)`` inspects every argument at every call (about 15 us of Python). The kernels
-here are written so that the compiled code depends on a few values that the caller can name (a
-*key*); :func:`launch` compiles through Triton at the first call of a key and afterwards hands the
-arguments straight to the compiled kernel.
+``kernel[grid](...)`` inspects every argument at every call (about 15 us of Python), and compiles
+again when an integer becomes 1 or passes 2^31, or an address loses its alignment. Here the caller
+says what the compiled code depends on: the types of the run-time arguments and the values of the
+others, a :class:`Variant`. Nothing else can make a compilation, and two threads that meet a new
+variant compile it once.
 """
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
+from triton.compiler import ASTSource
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+Type = str | tuple[str, ...]
+
+Code = tuple[Any, Any, Any]  # what launches it, the function, its metadata
+
+_compiled: dict[tuple[Any, ...], Code] = {}
+_compiling = threading.Lock()
+_interpreting = threading.Lock()  # the interpreter keeps its state in globals
 
 
 def interpreted() -> bool:
@@ -20,37 +31,83 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    key: Hashable,
-    on: torch.Tensor,
-    args: tuple[Any, ...],
-    warps: int,
-) -> None:
-    """Run ``kernel`` on ``grid``, on the current stream of the device of ``on``.
+def pointer_to(dtype: torch.dtype) -> str:
+    """Triton's name of the type of a pointer to integers, ``torch.int64`` for instance."""
+    return f"*i{8 * dtype.itemsize}"
 
-    Args:
-        key: everything the compiled code depends on beside the kernel and ``warps``: constexpr
-            values, dtypes, alignment of pointers. Two calls with one key must compile alike.
-        args: every argument of the kernel in order, constexprs included.
+
+def pointers(on: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """The tensors as arguments of a launch on the device of ``on``.
+
+    An address saves the launcher a call and a question to the driver for each tensor; the
+    interpreter wants tensors.
     """
-    device = on.get_device()
-    if device < 0:
-        kernel[grid](*args, num_warps=warps)
-        return
-    if device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            launch(kernel, grid, key, on, args, warps)
-        return
-    full_key = (id(kernel), device, warps, key)
-    compiled = _compiled.get(full_key)
-    if compiled is None:
-        _compiled[full_key] = kernel[grid](*args, num_warps=warps)
-        return
-    # An address saves the launcher a call and a question to the driver for each tensor.
-    passed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-    compiled.run(
-        grid[0], grid[1], 1, torch._C._cuda_getCurrentRawStream(device), compiled.function,
-        compiled.packed_metadata, None, None, None, *passed,
-    )  # fmt: skip
+    return [t.data_ptr() for t in tensors] if on.is_cuda else tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A kernel and everything its compiled code depends on; keep it, to be looked up once.
+
+    Attributes:
+        kernel: a ``triton.jit`` function whose run-time arguments come first.
+        types: Triton's name of the type of each run-time argument, a tuple for a tuple.
+        constants: the values of the arguments that follow.
+        warps: a program.
+        aligned: the run-time arguments whose address is a multiple of 16.
+    """
+
+    kernel: Any
+    types: tuple[Type, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    aligned: tuple[int, ...] = ()
+    code: dict[int, Code] = field(default_factory=dict, init=False)  # on a device
+
+    def compile(self, target: Any = None) -> Any:
+        """The compiled kernel, for the current device or another target."""
+        names = self.kernel.arg_names
+        types = (*self.types, *["constexpr"] * len(self.constants))
+        fixed = dict(zip(names[len(self.types) :], self.constants, strict=True))
+        source = ASTSource(
+            self.kernel,
+            dict(zip(names, types, strict=True)),
+            fixed,
+            {(i,): [["tt.divisibility", 16]] for i in self.aligned},
+        )
+        return triton.compile(source, target=target, options={"num_warps": self.warps})
+
+    def launch(self, grid: int | tuple[int, int], on: torch.Tensor, args: Sequence[Any]) -> None:
+        """Run on ``grid``, on the current stream of the device of ``on``.
+
+        Args:
+            args: the run-time arguments: integers, and what :func:`pointers` gives; tuples where
+                the type is a tuple.
+        """
+        columns, rows = (grid, 1) if isinstance(grid, int) else grid
+        device = on.get_device()
+        if device < 0:
+            with _interpreting:
+                self.kernel[columns, rows](*args, *self.constants, num_warps=self.warps)
+            return
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self.launch(grid, on, args)
+            return
+        run, function, metadata = self.code.get(device) or self._load(device)
+        run(
+            columns, rows, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata,
+            None, None, None, *args, *self.constants,
+        )  # fmt: skip
+
+    def _load(self, device: int) -> Code:
+        """Find the code that an equal variant was compiled to, or compile; once for all threads."""
+        key = (self.kernel, self.types, self.constants, self.warps, self.aligned, device)
+        with _compiling:
+            code = _compiled.get(key)
+            if code is None:
+                made = self.compile()
+                run = made.run  # loads the binary; before, there is no function
+                code = _compiled[key] = (run, made.function, made.packed_metadata)
+        self.code[device] = code
+        return code

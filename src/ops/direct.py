@@ -5,8 +5,9 @@ gathers them into a staging buffer *in the host's layout*, and the copy engine m
 go the other way. The copy engine needs no multiprocessor: a kernel that runs beside it is slowed
 only while rows are gathered or scattered, at the speed of device memory.
 
-Index tensors are on the CPU: runs are found there. Pays when runs are long (see :func:`choose`); a
-layout whose blocks are pages takes whole host pages only.
+Index tensors are on the CPU: runs are found there. A pair with a negative slot is skipped, as the
+ops do. Pays when runs are long (see :func:`choose`); a layout whose blocks are pages takes whole
+host pages only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -214,13 +215,13 @@ def _chunks(
             raise InvalidArgument("the copy engine on host memory that is not pinned: pin it")
     if host_indices.is_cuda or device_indices.is_cuda:
         raise InvalidArgument('io_backend="direct" with indices on the device: expected the CPU')
-    if not len(host_indices):
-        return
     where, item, name = device[0].device, host[0].element_size(), layouts[0].name
     whole = count == layouts[0].layer_num
     shapes = [pieces(layout, first, count, item, whole=whole) for layout in layouts]
     page, block = layouts[0].page_size, shapes[0].block
     blocks, slots, merged = _sorted_pairs(host_indices, device_indices, block, where)
+    if not len(slots):
+        return
     per_slot = sum(w.head_num * w.head_dim * item * count for w in layouts)
     capacity = max(1, STAGE_BYTES // (per_slot * page)) * page
     capacity = min(capacity, -(-len(slots) // page) * page)
@@ -262,25 +263,25 @@ def _sorted_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor, _Runs]:
     """Block numbers in host order, the device slots in that order (on the device), known runs.
 
-    The last answer is kept, because a load asks once a layer; not for tensors that do not count
-    their writes (made in inference mode).
+    The last answer is kept, because a load asks once a layer. It is known again by the slots
+    themselves: who else writes the caller's memory (numpy, another view) tells nobody.
     """
-    counted = not (host_indices.is_inference() or device_indices.is_inference())
     stream = torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
-    asked: tuple[Any, ...] = (block, where, stream)
-    if counted:
-        asked += (host_indices._version, device_indices._version)
-        if _last_pairs:
-            host, device, before, answer = _last_pairs
-            if host is host_indices and device is device_indices and before == asked:
-                blocks, slots, merged = answer
-                return blocks, slots, merged
-    order = torch.argsort(host_indices)
-    blocks = _blocks(host_indices[order].long(), block)
-    slots = device_indices[order].pin_memory().to(where, non_blocking=True)
+    asked = (block, where, stream, host_indices.dtype, device_indices.dtype)
+    last = tuple(_last_pairs)  # another thread may put its own there meanwhile
+    if last:
+        host, device, before, answer = last
+        if before == asked and host.equal(host_indices) and device.equal(device_indices):
+            blocks, slots, merged = answer
+            return blocks, slots, merged
+    host, device = host_indices.clone(), device_indices.clone()
+    moved = (host >= 0) & (device >= 0)
+    order = torch.argsort(host)
+    order = order[moved[order]]
+    blocks = _blocks(host[order].long(), block)
+    slots = device[order].pin_memory().to(where, non_blocking=True)
     merged = {}
-    if counted:
-        _last_pairs[:] = [host_indices, device_indices, asked, (blocks, slots, merged)]
+    _last_pairs[:] = [host, device, asked, (blocks, slots, merged)]
     return blocks, slots, merged
 
 

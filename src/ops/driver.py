@@ -75,13 +75,21 @@ class _Attributes(ctypes.Structure):
 
 
 @cache
-def _batched(device: int) -> bool:
-    """Whether the driver has batched copies that take registered host addresses."""
+def one_address(device: int) -> bool:
+    """Whether registered host memory has one address, for the host and for the device."""
+    if torch.version.hip:
+        return False
     value = ctypes.c_int(0)
     code = _driver().cuDeviceGetAttribute(
         ctypes.byref(value), ctypes.c_int(_HOST_POINTER_IS_DEVICE_POINTER), ctypes.c_int(device)
     )
-    return code == 0 and value.value == 1 and hasattr(_driver(), "cuMemcpyBatchAsync")
+    return code == 0 and value.value == 1
+
+
+@cache
+def _batched(device: int) -> bool:
+    """Whether the driver has batched copies that take registered host addresses."""
+    return one_address(device) and hasattr(_driver(), "cuMemcpyBatchAsync")
 
 
 def copy_many(

@@ -1,5 +1,6 @@
 """The ops on a card: opcheck, torch.compile, CUDA graphs, and no hidden synchronisation."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 import refcache_ops
 from graph_counter import Graphs
 from refcache.errors import InvalidArgument
-from refcache.reference import case_check, cases
+from refcache.reference import LAYOUTS, case_check, cases
 
 OP = torch.ops.refcache
 PINNED = case_check.Placement("cuda", torch.Tensor.pin_memory)
@@ -95,21 +96,29 @@ def test_one_graph_over_sizes(graphs: Graphs, inductor: bool) -> None:
 def test_no_recompiled_kernel_for_other_sizes() -> None:
     """One compilation of the allocation kernels for all batch sizes, lengths and alignments."""
     from refcache_ops import _launch
-    from refcache_ops.alloc_decode.kernel import alloc_decode_kernel
-    from refcache_ops.alloc_extend.kernel import alloc_extend_kernel
 
     free = torch.arange(1, 5000, device="cuda")
-    kernels = (alloc_extend_kernel, alloc_decode_kernel)
     before = None
     for batch, tokens in ((1, 1), (1, 16), (2, 7), (17, 33), (256, 16), (700, 1)):
-        _launch._compiled.clear()  # so that Triton itself looks at the arguments again
         seq = torch.full((batch,), tokens, device="cuda")
         zero = seq * 0
         refcache_ops.alloc_extend(zero, seq, zero - 1, free[batch:], 16, batch * tokens)
         refcache_ops.alloc_decode(seq, zero + 40, free[batch:], 16)
-        counts = [sum(len(c[0]) for c in k.device_caches.values()) for k in kernels]
-        before = before or counts
-        assert counts == before
+        before = before or len(_launch._compiled)
+        assert len(_launch._compiled) == before
+
+
+def test_no_compilation_for_a_new_pool_size() -> None:
+    from refcache_ops import _launch
+
+    before = None
+    for pages in (3, 5, 70, 1000):
+        for op, layout in itertools.product(cases.OPS, LAYOUTS):
+            case = cases.TransferCase(op, layout, host_pages=pages, device_pages=pages + 2)
+            case_check.call(case, case_check.build(case, PINNED), refcache_ops)
+        torch.cuda.synchronize()
+        before = before or len(_launch._compiled)
+        assert len(_launch._compiled) == before
 
 
 def test_graph_capture_and_replay() -> None:

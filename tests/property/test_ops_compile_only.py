@@ -14,62 +14,38 @@ import pytest
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
-# (units a row of each plane, host pages, device table, units a tile, warps, flags)
+# (units a row of each plane, host pages, device table, units a tile, flags)
 COPIES = {
-    "mha": ((128, 128), 1, False, 1024, 4, False),
-    "mha, large tiles": ((128, 128), 64, False, 4096, 16, False),
-    "mla": ((72,), 1, False, 1024, 4, False),
-    "mla, table and flags": ((72,), 64, True, 1024, 4, True),
+    "mha": ((128, 128), 1, False, 1024, False),
+    "mha, large tiles": ((128, 128), 64, False, 4096, False),
+    "mla": ((72,), 1, False, 1024, False),
+    "mla, table and flags": ((72,), 64, True, 1024, True),
 }
 
 
 def compile_all(target: tuple[Any, ...]) -> dict[str, dict[str, int]]:
     """Name of a kernel -> what was found in its code."""
-    import triton
+    import torch
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from refcache_ops.alloc_decode import kernel as decode
     from refcache_ops.alloc_extend import kernel as extend
     from refcache_ops.copy import kernel as copy
+    from refcache_ops.copy.plan import Plan
 
-    def build(kernel: Any, types: dict[str, Any], fixed: dict[str, Any], warps: int) -> Any:
-        names = kernel.arg_names
-        signature = {name: types.get(name, "constexpr") for name in names}
-        source = ASTSource(kernel, signature, fixed)
-        return triton.compile(source, target=GPUTarget(*target), options={"num_warps": warps})
-
-    found = {}
-    i64 = "*i64"
-    lengths = {"prefix_lens": i64, "seq_lens": i64, "last_loc": i64, "free_pages": i64, "out": i64}
-    counts = {"batch": "i32", "free": "i32", "total": "i32"}
-    for module, kernel in (
-        (extend, extend.alloc_extend_kernel),
-        (decode, decode.alloc_decode_kernel),
-    ):
-        types = {k: v for k, v in (lengths | counts).items() if k in kernel.arg_names}
-        fixed = {k: getattr(module, k, 16) for k in kernel.arg_names if k not in types}
-        found[kernel.__name__] = inspect(build(kernel, types, fixed, 4))
-    for name, (rows, page, table, block, warps, flags) in COPIES.items():
+    made = {
+        "alloc_extend_kernel": extend._variant(16, *[torch.int64] * 4),
+        "alloc_decode_kernel": decode._variant(16, *[torch.int64] * 3),
+    }
+    for name, (rows, page, table, block, flags) in COPIES.items():
         planes = len(rows)
-        device, host = (rows[0], 0, 10**7, 0), (rows[0] * page * 64, rows[0], 10**6, 0)
-        types = {
-            "src": ("*bf16",) * planes,
-            "dst": (i64 if table else "*bf16",) * planes,
-            "src_index": i64,
-            "dst_index": i64,
-            "items": "i64",
-            "first_layer": "i64",
-            "layers": "i64",
-        }
-        types |= {"flags": i64} if flags else {}
-        fixed = {"UNIT": (16,) * planes, "ROW": rows, "RUN": rows, "BLOCK": block}
-        fixed |= {"SRC_PAGE": (1,) * planes, "DST_PAGE": (page,) * planes, "SRC_TABLE": False}
-        fixed |= {"DST_TABLE": table, "SIGNAL": flags, "EPOCH": 1 << 32}
-        fixed |= {"SRC_STRIDES": (device,) * planes, "DST_STRIDES": (host,) * planes}
-        fixed |= {"LAYERS_LAST": not table} | ({} if flags else {"flags": None})
-        found[name] = inspect(build(copy.copy_kernel, types, fixed, warps))
-    return found
+        plan = Plan(
+            (16,) * planes, rows, rows,
+            ((rows[0] * page * 64, rows[0], 0),) * planes, ((rows[0], 0, 0),) * planes,
+            (0,) * planes, (0,) * planes, (page,) * planes, 64, table, not table,
+        )  # fmt: skip
+        made[name] = copy._variant(plan, block, False, flags, torch.int64, torch.int64)
+    return {name: inspect(v.compile(GPUTarget(*target))) for name, v in made.items()}
 
 
 def inspect(compiled: Any) -> dict[str, int]:

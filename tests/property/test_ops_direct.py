@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from refcache import reference
 from refcache.errors import InvalidArgument
 from refcache.reference import LAYOUTS, case_check, cases
 from refcache_ops import direct
@@ -88,6 +89,44 @@ def test_fragments_of_pages_are_refused(engine: Any, layout: str) -> None:
                 on.host, on.device, on.host_indices, on.device_indices, 4, layout
             )
         assert all(torch.equal(a, b) for a, b in zip(before, on.raw, strict=True))
+
+
+@pytest.mark.parametrize("op", ["backup_all_layer", "load_per_layer"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_pairs_without_a_slot_are_skipped(engine: Any, op: str, layout: str) -> None:
+    pairs = ((0, 4), (-1, 5), (2, -1), (-1, -1), (3, 7))
+    for some in (pairs, pairs[1:4]):
+        case = cases.TransferCase(op, layout, pairs=some)
+        assert case_check.transfer_errors(case, engine) == []
+
+
+def other_view(slots: torch.Tensor) -> Any:
+    return slots.data
+
+
+def as_numpy(slots: torch.Tensor) -> Any:
+    return slots.numpy()
+
+
+def raw_bytes(slots: torch.Tensor) -> Any:
+    return (ctypes.c_int64 * len(slots)).from_address(slots.data_ptr())
+
+
+@pytest.mark.parametrize("owner", [other_view, as_numpy, raw_bytes])
+@pytest.mark.parametrize("side", ["host_indices", "device_indices"])
+def test_slots_are_read_again_whoever_changed_them(engine: Any, side: str, owner: Any) -> None:
+    """The same tensors, written through memory that others hold: torch counts no write."""
+    case = cases.TransferCase()
+    want, got = case_check.build(case), case_check.build(case)
+    args = ("host", "device", "host_indices", "device_indices")
+    direct.backup_all_layer(*(getattr(got, name) for name in args), 4, case.layout)
+    reference.backup_all_layer(*(getattr(want, name) for name in args), 4, case.layout)
+    for on in (want, got):
+        changed = owner(getattr(on, side))
+        changed[0], changed[1] = int(changed[1]) + 4, int(changed[0]) + 4
+    direct.backup_all_layer(*(getattr(got, name) for name in args), 4, case.layout)
+    reference.backup_all_layer(*(getattr(want, name) for name in args), 4, case.layout)
+    assert all(torch.equal(a, b) for a, b in zip(want.raw, got.raw, strict=True))
 
 
 def test_run_bytes_and_the_rule() -> None:

@@ -75,7 +75,9 @@ def test_tiles_are_small_for_small_loads_with_flags_and_large_under_a_cap(
 ) -> None:  # fmt: skip
     kernel, seen = import_module("refcache_ops.copy.kernel"), []
     monkeypatch.setattr(kernel, "FLAG_UNITS", least)
-    monkeypatch.setattr(kernel, "launch", lambda kernel, grid, key, *rest: seen.append(key[3]))
+    monkeypatch.setattr(
+        kernel.Variant, "launch", lambda self, *rest: seen.append(self.constants[10])
+    )
     case = cases.TransferCase(op, max_programs=cap)
     case_check.call(case, case_check.build(case), kernel_ops)
     assert seen == [getattr(kernel, block)]
@@ -86,6 +88,74 @@ def test_misaligned_buffers(kernel_ops: SimpleNamespace, op: str) -> None:
     for shift in range(1, 9):
         case = cases.TransferCase(op, shift=shift, dtype=torch.uint8, heads=((1, 32), (2, 16)))
         assert case_check.transfer_errors(case, kernel_ops) == []
+
+
+@pytest.mark.parametrize("run", ["kernel", "reference"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", cases.OPS)
+def test_pairs_without_a_slot_are_skipped(
+    kernel_ops: SimpleNamespace, op: str, layout: str, run: str
+) -> None:
+    """-1 is what the allocation ops write for "no space": nothing of it is read or written."""
+    ops: Any = kernel_ops if run == "kernel" else transfer
+    pairs = ((0, 4), (-1, 5), (2, -1), (-1, -1), (3, 7))
+    case = cases.TransferCase(op, layout, layer_num=3, layers=(1, 2), pairs=pairs)
+    some = cases.TransferCase(op, layout, layer_num=3, layers=(1, 2), pairs=((0, 4), (3, 7)))
+    want, got = case_check.build(some), case_check.build(case)
+    case_check.call(some, want, transfer)
+    case_check.call(case, got, ops)
+    assert all(torch.equal(a, b) for a, b in zip(want.raw, got.raw, strict=True))
+    assert torch.equal(want.flags, got.flags)
+
+
+@pytest.mark.parametrize("op", cases.OPS)
+def test_a_negative_cap_on_programs_is_refused(kernel_ops: SimpleNamespace, op: str) -> None:
+    for call in (getattr(kernel_ops, op), getattr(torch.ops.refcache, op)):
+        on = case_check.build(cases.TransferCase(op))
+        before = [raw.clone() for raw in (*on.raw, on.flags)]
+        args = case_check.arguments(cases.TransferCase(op), on)
+        with pytest.raises(InvalidArgument, match="max_programs=-1: expected 0"):
+            call(*args, -1)
+        assert all(torch.equal(a, b) for a, b in zip(before, (*on.raw, on.flags), strict=True))
+
+
+ALL_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_every_dtype_is_moved_or_refused_by_name(
+    kernel_ops: SimpleNamespace, dtype: torch.dtype
+) -> None:
+    """The reference and the kernels move bytes of the same dtypes and refuse the same."""
+    number = dtype.is_floating_point or dtype in cases.DTYPES or dtype == torch.bool
+    whole = str(dtype) in {f"torch.{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)}
+    for op in cases.OPS:
+        case = cases.TransferCase(op, dtype=dtype, shift=1)
+        for ops in (kernel_ops, transfer):
+            if number or whole:
+                assert case_check.transfer_errors(case, ops) == []
+                continue
+            on = case_check.build(case)
+            with pytest.raises(InvalidArgument, match=f"{dtype}: expected a floating point type"):
+                case_check.call(case, on, ops)
+
+
+@pytest.mark.parametrize("form", cases.FORMS[:2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pools_of_every_size_share_one_kernel(
+    kernel_ops: SimpleNamespace, layout: str, form: str
+) -> None:
+    """What is compiled for a pool fits pools of other sizes: no first call waits for a compiler."""
+    kernel, plan = (import_module(f"refcache_ops.copy.{name}") for name in ("kernel", "plan"))
+    compiled = set()
+    for pages in (3, 5, 70, 4000):
+        case = cases.TransferCase(layout=layout, form=form, host_pages=pages, device_pages=pages)
+        on = case_check.build(case)
+        made = plan.plan_transfer(on.host, on.device, on.host_indices, on.device_indices, 4, layout)
+        variant = kernel._variant(made.plan, 1024, True, False, torch.int64, torch.int64)
+        compiled.add((variant.types, variant.constants, variant.warps, variant.aligned))
+    assert len(compiled) == 1
 
 
 # The third oracle. Two layers, pages of two slots, one plane of one head of two bytes; device row
@@ -140,12 +210,12 @@ def test_addresses_beyond_2_31(kernel_ops: SimpleNamespace, to_host: bool) -> No
     from refcache_ops.copy.plan import Plan, Transfer
 
     far = 2**33
-    strides = (far, 0, 4 - far * 7, 0)  # slot 7 of layer 1 is unit 4
-    near = (1, 0, 0, 0)
-    plan = Plan((1,), (1,), (1,), (strides,), (near,), (1,), 2, False, False)
+    layer = 4 - far * 7  # slot 7 of layer 1 is unit 4
+    strides, near = (far, 0, 0), (1, 0, 0)
+    plan = Plan((1,), (1,), (1,), (strides,), (near,), (layer,), (0,), (1,), 2, False, False)
     small, row = torch.arange(8, dtype=torch.uint8), torch.full((1,), 99, dtype=torch.uint8)
     kernel.run(
-        Transfer(-1, plan, (small,), (row,)),
+        Transfer(plan, (small,), (row,)),
         torch.tensor([7], dtype=torch.int32),
         torch.tensor([0], dtype=torch.int32),
         1, 1, 0, to_host=to_host,
@@ -161,11 +231,11 @@ def test_products_beyond_2_31_in_pages(kernel_ops: SimpleNamespace) -> None:
     from refcache_ops.copy.plan import Plan, Transfer
 
     slot, page = 2066 * 4 + 3, 1_039_680
-    strides = (page, 5, 1 - 2066 * page, 0)
-    plan = Plan((1,), (1,), (1,), (strides,), ((1, 0, 0, 0),), (4,), 2, False, False)
+    strides, layer = (page, 5, 0), 1 - 2066 * page
+    plan = Plan((1,), (1,), (1,), (strides,), ((1, 0, 0),), (layer,), (0,), (4,), 2, False, False)
     host, row = torch.arange(32, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     index = torch.tensor([slot], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
-    kernel.run(Transfer(-2, plan, (host,), (row,)), *index, 1, 1, 0, to_host=False)
+    kernel.run(Transfer(plan, (host,), (row,)), *index, 1, 1, 0, to_host=False)
     assert row.tolist() == [3 * 5 + 1]
 
 

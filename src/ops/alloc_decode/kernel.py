@@ -5,11 +5,13 @@ blocks of a fixed size, and numbers its own with a running sum. Nothing depends 
 compile time: one compilation a page size.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from refcache_ops._launch import launch
+from refcache_ops._launch import Variant, pointer_to, pointers
 
 BATCH_BLOCK = 1024  # earlier requests counted at once
 ROWS = 128  # requests a program
@@ -22,10 +24,7 @@ def opens_page(lens, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     return ((lens - 1).to(tl.uint32) % PAGE == 0).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["batch", "free"],
-    do_not_specialize_on_alignment=["seq_lens", "last_loc", "free_pages", "out"],
-)
+@triton.jit
 def alloc_decode_kernel(  # type: ignore[no-untyped-def]
     seq_lens,
     last_loc,
@@ -68,15 +67,13 @@ def run(
     out = seq_lens.new_empty(batch, dtype=torch.int64)
     if batch == 0:
         return out
-    launch(
-        alloc_decode_kernel,
-        (-(-batch // ROWS), 1),
-        (page_size, seq_lens.dtype, last_loc.dtype, free_pages.dtype),
-        out,
-        (
-            seq_lens, last_loc, free_pages, out,
-            batch, free_pages.numel(), page_size, BATCH_BLOCK, ROWS,
-        ),
-        WARPS,
-    )  # fmt: skip
+    variant = _variant(page_size, seq_lens.dtype, last_loc.dtype, free_pages.dtype)
+    tensors = pointers(out, (seq_lens, last_loc, free_pages, out))
+    variant.launch(-(-batch // ROWS), out, (*tensors, batch, free_pages.numel()))
     return out
+
+
+@cache
+def _variant(page_size: int, *dtypes: torch.dtype) -> Variant:
+    types = (*map(pointer_to, dtypes), "*i64", "i32", "i32")
+    return Variant(alloc_decode_kernel, types, (page_size, BATCH_BLOCK, ROWS), WARPS)

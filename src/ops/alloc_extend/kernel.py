@@ -12,11 +12,13 @@ numbers are widened before they are multiplied. Nothing depends on the batch or 
 compile time: one compilation a page size.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
-from refcache_ops._launch import launch
+from refcache_ops._launch import Variant, pointer_to, pointers
 
 BATCH_BLOCK = 1024  # requests summed at once
 TOKEN_BLOCK = 512  # tokens placed at once
@@ -30,10 +32,7 @@ def pages_of(tokens, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     return ((tokens + (PAGE - 1)).to(tl.uint32) // PAGE).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["free", "total"],
-    do_not_specialize_on_alignment=["prefix_lens", "seq_lens", "last_loc", "free_pages"],
-)
+@triton.jit
 def alloc_extend_kernel(  # type: ignore[no-untyped-def]
     prefix_lens,
     seq_lens,
@@ -98,15 +97,15 @@ def run(
     if batch == 0 or extend_num_tokens == 0:
         return out
     chunks = min(-(-extend_num_tokens // TOKEN_BLOCK), max(1, PROGRAMS // batch))
-    launch(
-        alloc_extend_kernel,
-        (batch, chunks),
-        (page_size, prefix_lens.dtype, seq_lens.dtype, last_loc.dtype, free_pages.dtype),
-        out,
-        (
-            prefix_lens, seq_lens, last_loc, free_pages, out,
-            free_pages.numel(), extend_num_tokens, page_size, BATCH_BLOCK, TOKEN_BLOCK,
-        ),
-        WARPS,
-    )  # fmt: skip
+    tensors = (prefix_lens, seq_lens, last_loc, free_pages)
+    variant = _variant(page_size, *(t.dtype for t in tensors))
+    args = (*pointers(out, (*tensors, out)), free_pages.numel(), extend_num_tokens)
+    variant.launch((batch, chunks), out, args)
     return out
+
+
+@cache
+def _variant(page_size: int, *dtypes: torch.dtype) -> Variant:
+    types = (*map(pointer_to, dtypes), "*i64", "i32", "i32")
+    constants = (page_size, BATCH_BLOCK, TOKEN_BLOCK)
+    return Variant(alloc_extend_kernel, types, constants, WARPS, aligned=(4,))

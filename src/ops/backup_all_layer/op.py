@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from refcache import reference
+from refcache.reference.transfer import check_programs
 from refcache_ops._library import define, kernels
 from refcache_ops.copy.plan import plan_transfer
 
@@ -32,6 +33,7 @@ def run_reference(
     max_programs: int = 0,
 ) -> None:
     """The reference."""
+    check_programs(max_programs)
     reference.backup_all_layer(host, device, host_indices, device_indices, page_size, layout)
 
 
@@ -45,6 +47,7 @@ def run_kernel(
     max_programs: int = 0,
 ) -> None:
     """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
+    check_programs(max_programs)
     copy = kernels("copy")
     transfer = plan_transfer(host, device, host_indices, device_indices, page_size, layout)
     if not copy.reachable(host):

@@ -4,7 +4,9 @@ Work is cut into tiles of ``BLOCK`` units of one (layer, plane). They are counte
 backup into a layout that keeps the layers of a slot together counts them tile by tile, so that
 what is written at one time lies close. Program ``p`` of ``n`` takes tiles p, p + n, ... A tile is a
 flat run of units over consecutive items, so rows that are no power of two waste no lanes. Indices
-are widened to int64 before any product; strides are compile-time values, one kernel a geometry.
+are widened to int64 before any product; an item with a negative index on either side is skipped.
+The strides of a model's geometry are compile-time values; what grows with the pool, the distance
+between layers, is not, so pools of every size share one kernel.
 
 With ``SIGNAL`` each program adds its share of one epoch to a layer's flag once its last tile of the
 layer is written: a release at system scope, behind a barrier of the program. The shares of a layer
@@ -13,6 +15,7 @@ only.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +23,9 @@ import triton
 import triton.language as tl
 
 from refcache.reference.transfer import FLAG_EPOCH
-from refcache_ops._launch import interpreted, launch
-from refcache_ops.copy.plan import Transfer
+from refcache_ops._launch import Type, Variant, interpreted, pointer_to, pointers
+from refcache_ops.copy.plan import Plan, Transfer
+from refcache_ops.driver import one_address
 
 SMALL_BLOCK = 1024  # units a tile when programs are plenty
 FLAG_BLOCK = 512  # when a small load raises flags: a layer is there sooner after its last byte
@@ -33,29 +37,27 @@ MAX_PROGRAMS = 128  # without a cap: more do not make the link faster
 
 @triton.jit
 def _pointer(  # type: ignore[no-untyped-def]
-    base, index, item, live, head, col, layer,
+    base, slot, head, col, layer, layer_stride,
     STRIDES: tl.constexpr, PLANE: tl.constexpr,
     PAGE: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Pointers ``[BLOCK, words]`` to the unit ``col`` of (item, layer, head)."""
+    """Pointers ``[BLOCK, words]`` to the unit ``col`` of (slot, layer, head)."""
     word: tl.constexpr = tl.int32 if UNIT >= 4 else (tl.int16 if UNIT == 2 else tl.int8)
     words: tl.constexpr = UNIT // 4 if UNIT >= 4 else 1
-    slot = tl.load(index + item, mask=live, other=0).to(tl.int64)
     page = (slot.to(tl.uint64) // PAGE).to(tl.int64)
     unit = page * STRIDES[PLANE][0] + (slot - page * PAGE) * STRIDES[PLANE][1]
-    unit += head * STRIDES[PLANE][3] + col
+    unit += head * STRIDES[PLANE][2] + col
     if TABLE:
         start = tl.load(base + layer).to(tl.pointer_type(word))
     else:
-        start = base.to(tl.pointer_type(word), bitcast=True)
-        unit += layer * STRIDES[PLANE][2]
+        start = base.to(tl.pointer_type(word), bitcast=True) + layer * layer_stride * words
     start = tl.multiple_of(start, UNIT)
     return start + (unit * words)[:, None] + tl.arange(0, words)[None, :]
 
 
 @triton.jit
 def _copy_tile(  # type: ignore[no-untyped-def]
-    src, dst, src_index, dst_index, items, layer, tile,
+    src, dst, src_index, dst_index, items, layer, tile, src_layer, dst_layer,
     SRC_STRIDES: tl.constexpr, DST_STRIDES: tl.constexpr, PLANE: tl.constexpr,
     UNIT: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr,
     SRC_PAGE: tl.constexpr, DST_PAGE: tl.constexpr,
@@ -70,21 +72,19 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     head = head.to(tl.int64)
     item = start // ROW + row.to(tl.int64)
     live = item < items
+    source = tl.load(src_index + item, mask=live, other=-1).to(tl.int64)
+    target = tl.load(dst_index + item, mask=live, other=-1).to(tl.int64)
+    live = (source >= 0) & (target >= 0)
     read = _pointer(
-        src, src_index, item, live, head, col, layer,
-        SRC_STRIDES, PLANE, SRC_PAGE, SRC_TABLE, UNIT,
-    )  # fmt: skip
+        src, source, head, col, layer, src_layer, SRC_STRIDES, PLANE, SRC_PAGE, SRC_TABLE, UNIT
+    )
     write = _pointer(
-        dst, dst_index, item, live, head, col, layer,
-        DST_STRIDES, PLANE, DST_PAGE, DST_TABLE, UNIT,
-    )  # fmt: skip
+        dst, target, head, col, layer, dst_layer, DST_STRIDES, PLANE, DST_PAGE, DST_TABLE, UNIT
+    )
     tl.store(write, tl.load(read, mask=live[:, None]), mask=live[:, None])
 
 
-@triton.jit(
-    do_not_specialize=["items", "first_layer", "layers"],
-    do_not_specialize_on_alignment=["src", "dst", "src_index", "dst_index", "flags"],
-)
+@triton.jit
 def copy_kernel(  # type: ignore[no-untyped-def]
     src,
     dst,
@@ -94,6 +94,8 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     items: tl.int64,
     first_layer: tl.int64,
     layers: tl.int64,
+    src_layer,
+    dst_layer,
     SRC_STRIDES: tl.constexpr,
     DST_STRIDES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -108,7 +110,11 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     SIGNAL: tl.constexpr,
     EPOCH: tl.constexpr,
 ):
-    """Buffers and strides are tuples, one entry a plane; so are UNIT, ROW, RUN and the PAGEs."""
+    """Buffers and strides are tuples, one entry a plane; so are UNIT, ROW, RUN and the PAGEs.
+
+    ``src_layer`` and ``dst_layer`` are the strides of a layer; SRC_STRIDES and DST_STRIDES those of
+    a page, a slot and a head.
+    """
     layer_tiles = tl.zeros((), tl.int64)
     for plane in tl.static_range(len(UNIT)):
         layer_tiles += tl.cdiv(items * ROW[plane], BLOCK)
@@ -125,8 +131,9 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             if (tile >= 0) & (tile < plane_tiles):
                 _copy_tile(
                     src[plane], dst[plane], src_index, dst_index, items, layer, tile,
-                    SRC_STRIDES, DST_STRIDES, plane, UNIT[plane], ROW[plane], RUN[plane],
-                    SRC_PAGE[plane], DST_PAGE[plane], SRC_TABLE, DST_TABLE, BLOCK,
+                    src_layer[plane], dst_layer[plane], SRC_STRIDES, DST_STRIDES, plane,
+                    UNIT[plane], ROW[plane], RUN[plane], SRC_PAGE[plane], DST_PAGE[plane],
+                    SRC_TABLE, DST_TABLE, BLOCK,
                 )  # fmt: skip
             tile -= plane_tiles
         if SIGNAL:
@@ -174,26 +181,56 @@ def run(
     else:
         block = SMALL_BLOCK
     tiles = layers * sum(-(-items * row // block) for row in plan.row)
-    host_side: tuple[Any, ...] = (
-        transfer.host, host_indices.contiguous(), plan.host, plan.page, False,
+    signal = flags is not None
+    variant = _variant(plan, block, to_host, signal, host_indices.dtype, device_indices.dtype)
+    on = device_indices
+    host = (bases(on, transfer.host), host_indices.contiguous(), plan.host_layer)
+    device = (bases(on, transfer.device), device_indices.contiguous(), plan.device_layer)
+    source, target = (device, host) if to_host else (host, device)
+    indices = (source[1], target[1], device[1] if flags is None else flags)
+    args = (
+        source[0], target[0], *pointers(on, indices), items, first_layer, layers,
+        source[2], target[2],
     )  # fmt: skip
-    device_side: tuple[Any, ...] = (
-        transfer.device, device_indices.contiguous(), plan.device,
-        (1,) * len(plan.page), plan.table,
+    variant.launch(min(tiles, max_programs or MAX_PROGRAMS), on, args)
+
+
+@cache
+def _variant(
+    plan: Plan,
+    block: int,
+    to_host: bool,
+    signal: bool,
+    host_index: torch.dtype,
+    device_index: torch.dtype,
+) -> Variant:
+    """The kernel of a plan, kept by it."""
+    planes = len(plan.unit)
+    host = ("*i8", host_index, plan.host, plan.page, False)
+    device = (
+        "*i64" if plan.table else "*i8", device_index, plan.device, (1,) * planes, plan.table,
     )  # fmt: skip
-    source, target = (device_side, host_side) if to_host else (host_side, device_side)
-    src, src_index, src_strides, src_page, src_table = source
-    dst, dst_index, dst_strides, dst_page, dst_table = target
-    launch(
-        copy_kernel,
-        (min(tiles, max_programs or MAX_PROGRAMS), 1),
-        (transfer.key, host_indices.dtype, device_indices.dtype, block, to_host, flags is None),
-        device_indices,
-        (
-            src, dst, src_index, dst_index, flags, items, first_layer, layers,
-            src_strides, dst_strides, plan.unit, plan.row, plan.run, src_page, dst_page,
-            src_table, dst_table, to_host and plan.layers_inside, block,
-            flags is not None, FLAG_EPOCH,
-        ),
-        max(1, block // UNITS_A_WARP),
+    source, target = (device, host) if to_host else (host, device)
+    types: tuple[Type, ...] = (
+        (source[0],) * planes, (target[0],) * planes,
+        pointer_to(source[1]), pointer_to(target[1]), "*i64" if signal else pointer_to(device[1]),
+        "i64", "i64", "i64", ("i64",) * planes, ("i64",) * planes,
     )  # fmt: skip
+    constants = (
+        source[2], target[2], plan.unit, plan.row, plan.run, source[3], target[3],
+        source[4], target[4], to_host and plan.layers_inside, block, signal, FLAG_EPOCH,
+    )  # fmt: skip
+    return Variant(copy_kernel, types, constants, max(1, block // UNITS_A_WARP))
+
+
+def bases(on: torch.Tensor, buffers: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The buffers, or tables of addresses, as arguments of a launch on the device of ``on``.
+
+    Host memory goes as an address where the device knows it by that; else the launcher asks.
+    """
+    if on.is_cuda:
+        if buffers[0].is_cuda or one_address(on.get_device()):
+            return tuple(b.data_ptr() for b in buffers)
+        return tuple(buffers)
+    tables = buffers[0].dim() == 1
+    return tuple(b if tables else b.as_strided((1,), (1,)).view(torch.uint8) for b in buffers)

@@ -6,12 +6,14 @@ one slot. The device side may instead be a table of addresses, one a layer.
 
 Everything is counted in *units*: the largest power of two up to 16 bytes that divides every
 address, stride and row of a plane. A row of any size and alignment is a whole number of units.
-A plan is made, and every shape checked, once a geometry; later calls look it up.
+A plan is made, and every shape checked, once a geometry; later calls look it up. Threads may plan
+at once: a plan is known by itself, not by a number that two of them could be given, and two equal
+plans do no harm.
 """
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +22,19 @@ from refcache.errors import InvalidArgument
 from refcache.reference.layout import Layout
 from refcache.reference.transfer import check_buffers, check_pairs
 
-Strides = tuple[int, int, int, int]  # page, slot, layer, head
+Strides = tuple[int, int, int]  # page, slot, head
 
 
-class Plan(NamedTuple):
-    """Per plane, in units of ``unit`` bytes.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Per plane, in units of ``unit`` bytes. Equal to itself only, so that it can be a key.
 
     Attributes:
         unit: bytes a unit: 1, 2, 4, 8 or 16.
         row: units a row.
         run: units that lie together on the host: a row, or one head of it.
-        host, device: strides.
+        host, device: strides of a page, a slot and a head; of the model's geometry.
+        host_layer, device_layer: strides of a layer; they grow with the pool.
         page: slots a page in the host formula (1 where pages make no difference).
         layers: of the pool.
         table: the device side is a table of addresses, one a layer.
@@ -42,6 +46,8 @@ class Plan(NamedTuple):
     run: tuple[int, ...]
     host: tuple[Strides, ...]
     device: tuple[Strides, ...]
+    host_layer: tuple[int, ...]
+    device_layer: tuple[int, ...]
     page: tuple[int, ...]
     layers: int
     table: bool
@@ -49,18 +55,14 @@ class Plan(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A plan and its tensors: per plane one host buffer, and one device buffer or address table.
+    """A plan and its tensors: per plane one host buffer, and one device buffer or address table."""
 
-    ``key`` is the plan's number: equal numbers, equal plans.
-    """
-
-    key: int
     plan: Plan
     host: tuple[torch.Tensor, ...]
     device: tuple[torch.Tensor, ...]
 
 
-_plans: dict[Any, tuple[int, Plan]] = {}  # of a geometry: number and plan
+_plans: dict[Any, Plan] = {}  # of a geometry
 
 
 def plan_transfer(
@@ -87,10 +89,10 @@ def plan_transfer(
             raise InvalidArgument(f"layer_id={layer_id}: expected 0 to {per_plane - 1}")
         device = [device[plane * per_plane + layer_id] for plane in range(planes)]
     key = (layout, page_size, one_layer, tuple(map(_geometry, host)), tuple(map(_geometry, device)))
-    if key not in _plans:
+    plan = _plans.get(key)
+    if plan is None:
         layouts = check_buffers(host, device, page_size, layout, one_layer=one_layer)
-        _plans[key] = (len(_plans), _make_plan(layouts, host, device))
-    number, plan = _plans[key]
+        plan = _plans.setdefault(key, _make_plan(layouts, host, device))
     if one_layer and per_plane > 1 and per_plane != plan.layers:
         raise InvalidArgument(
             f"{per_plane} device layers for {plan.layers} host layers: expected as many"
@@ -103,8 +105,8 @@ def plan_transfer(
         )
     if plan.table:
         table = _table(tuple(t.data_ptr() for t in device), device[0].device)
-        return Transfer(number, plan, tuple(host), table.view(planes, plan.layers).unbind())
-    return Transfer(number, plan, tuple(host), tuple(device))
+        return Transfer(plan, tuple(host), table.view(planes, plan.layers).unbind())
+    return Transfer(plan, tuple(host), tuple(device))
 
 
 def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
@@ -130,14 +132,14 @@ def _make_plan(
         on_host = (
             where.page_stride if paged else where.slot_stride,
             where.slot_stride if paged else 0,
-            where.layer_stride,
             where.head_stride if apart else 0,
+            where.layer_stride,
         )
         on_device = (
             layers[0].stride(-3),
             0,
-            layers[0].stride(0) if layers[0].dim() == 4 else 0,
             where.head_dim if apart else 0,
+            layers[0].stride(0) if layers[0].dim() == 4 else 0,
         )
         run = where.head_dim if apart else where.head_num * where.head_dim
         addresses = [t.data_ptr() for t in (host[plane], *layers)]
@@ -148,22 +150,33 @@ def _make_plan(
         host_strides.append(_in_units(on_host, item, unit))
         device_strides.append(_in_units(on_device, item, unit))
     return Plan(
-        tuple(units), tuple(rows), tuple(runs), tuple(host_strides), tuple(device_strides),
+        tuple(units), tuple(rows), tuple(runs),
+        tuple(s[:3] for s in host_strides), tuple(s[:3] for s in device_strides),
+        tuple(s[3] for s in host_strides), tuple(s[3] for s in device_strides),
         tuple(pages), layouts[0].layer_num, per_plane > 1, layouts[0].name != "layer_first",
     )  # fmt: skip
 
 
-def _in_units(strides: Strides, item: int, unit: int) -> Strides:
-    page, slot, layer, head = (s * item // unit for s in strides)
-    return page, slot, layer, head
+def _in_units(strides: Sequence[int], item: int, unit: int) -> tuple[int, int, int, int]:
+    page, slot, head, layer = (s * item // unit for s in strides)
+    return page, slot, head, layer
 
 
-@lru_cache(maxsize=64)
+_tables: dict[Any, torch.Tensor] = {}
+
+
 def _table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The addresses on the device. Kept for good: a kernel of any stream may still be going to read
+    the table, and a captured graph reads it at every replay."""
+    key = (addresses, device)
+    table = _tables.get(key)
+    if table is not None:
+        return table
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise InvalidArgument(
             f"a list of {len(addresses)} device buffers inside a CUDA graph capture: their table "
             "of addresses is made by a blocking copy; make the call once before, or pass stacked "
             "buffers"
         )
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+    table = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return _tables.setdefault(key, table)

@@ -12,7 +12,7 @@ import torch
 
 from refcache import reference
 from refcache.errors import InvalidArgument
-from refcache.reference.transfer import check_flags, check_layers
+from refcache.reference.transfer import check_flags, check_layers, check_programs
 from refcache_ops._library import define, kernels
 from refcache_ops.copy.plan import plan_transfer
 
@@ -36,6 +36,7 @@ def run_reference(
     max_programs: int = 0,
 ) -> None:
     """The reference."""
+    check_programs(max_programs)
     reference.load_layers(
         device, host, host_indices, device_indices, layer_flags, first_layer, layer_num,
         page_size, layout,
@@ -55,6 +56,7 @@ def run_kernel(
     max_programs: int = 0,
 ) -> None:
     """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
+    check_programs(max_programs)
     copy = kernels("copy")
     transfer = plan_transfer(host, device, host_indices, device_indices, page_size, layout)
     check_layers(first_layer, layer_num, transfer.plan.layers)

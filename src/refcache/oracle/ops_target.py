@@ -148,7 +148,7 @@ def address_tables(**functions: Callable[..., Any]) -> OpsTarget:
 
     They copy rows of ``item_size`` bytes between layers of the layout ``layer_first``, each given
     by its address (a uint64 table on the device for all layers, a tensor for one); K and V have
-    one width. Indices are int64.
+    one width. Indices are int64, and slots: no pair is to be skipped.
     """
     ops: dict[str, Callable[..., Any]] = {}
     planes: dict[str, int] = {}
@@ -161,7 +161,10 @@ def address_tables(**functions: Callable[..., Any]) -> OpsTarget:
 
     def adapt(case: TransferCase) -> TransferCase:
         heads = case.heads[:1] * planes.get(case.op, 1)
-        return replace(case, layout="layer_first", heads=heads, index_dtype=torch.int64)
+        pairs = tuple(pair for pair in case.pairs if min(pair) >= 0)
+        return replace(
+            case, layout="layer_first", heads=heads, index_dtype=torch.int64, pairs=pairs
+        )
 
     return OpsTarget(SimpleNamespace(**ops), adapt)
 

@@ -46,7 +46,8 @@ class TransferCase:
         op: one of ``OPS``.
         form: of ``device``: one of ``FORMS`` ("one_layer" for ``load_per_layer`` only).
         heads: (head_num, head_dim) of each plane.
-        pairs: (host slot, device slot), distinct on both sides.
+        pairs: (host slot, device slot), distinct on both sides; -1 for no slot, a pair that is
+            skipped.
         layers: (first, count): ``load_per_layer`` moves ``first``, ``backup_all_layer`` moves all.
         shift: elements by which every buffer is displaced from a 64-byte boundary.
         max_programs: passed on; 0 is no cap.
@@ -76,7 +77,7 @@ class TransferCase:
         moved = min(first, count) >= 0 and first + count <= self.layer_num
         if self.op == "load_per_layer":
             moved = 0 <= first < self.layer_num
-        slots = [len(set(side)) for side in zip(*self.pairs, strict=True)] or [0, 0]
+        sides = [[s for s in side if s >= 0] for side in zip(*self.pairs, strict=True)]
         limits = (self.host_pages * self.page_size, self.device_pages * self.page_size)
         if not (
             moved
@@ -87,8 +88,8 @@ class TransferCase:
             and all(heads > 0 and dim > 0 for heads, dim in self.heads)
             and min(self.page_size, *limits, self.layer_num) > 0
             and min(self.shift, self.max_programs, self.seed) >= 0
-            and slots == [len(self.pairs)] * 2
-            and all(0 <= s < n for pair in self.pairs for s, n in zip(pair, limits, strict=True))
+            and all(len(set(side)) == len(side) for side in sides)
+            and all(-1 <= s < n for pair in self.pairs for s, n in zip(pair, limits, strict=True))
         ):
             raise InvalidArgument(f"{self!r}: expected a valid call")
 
@@ -115,6 +116,8 @@ def random_case(rng: random.Random, **fixed: Any) -> TransferCase:
     else:  # fragments
         rng.shuffle(host)
         rng.shuffle(device)
+    if rng.random() < 0.2:  # some of them are no slots
+        host, device = ([s if rng.random() < 0.8 else -1 for s in side] for side in (host, device))
     layer_num = rng.randint(1, 3)
     first = rng.randrange(layer_num)
     case = TransferCase(
@@ -152,10 +155,11 @@ PAIRS = ((3, 1), (0, 5), (6, 2))
 
 
 def awkward_cases(op: str) -> Iterator[TransferCase]:
-    """Nothing to move; buffers of their own for each layer, and planes that differ in width;
-    several tiles, the last one partial; more items than a warp or two has lanes; more units of four
-    bytes than the largest tile has, for one program."""
+    """Nothing to move; pairs without a slot; buffers of their own for each layer, and planes that
+    differ in width; several tiles, the last one partial; more items than a warp or two has lanes;
+    more units of four bytes than the largest tile has, for one program."""
     yield TransferCase(op, pairs=())
+    yield TransferCase(op, pairs=((2, 1), (-1, 4), (3, -1), (-1, -1), (0, 5)))
     yield TransferCase(op, form="list", heads=((2, 8), (2, 6)), layer_num=3, layers=(1, 2))
     pairs = tuple(((7 * i) % 25, (5 * i + 1) % 24) for i in range(24))
     for layout in ("layer_first", "page_head"):

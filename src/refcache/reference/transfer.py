@@ -2,8 +2,9 @@
 
 A transfer is a set of (host slot, device slot) pairs: item i moves between ``host_indices[i]`` and
 ``device_indices[i]``. The result does not depend on the order of the pairs, nor on splitting or
-merging transfers; no slot may appear twice on the written side. K and V (or MLA's one plane) are
-*planes*; each has its own row width.
+merging transfers; no slot may appear twice on the written side. A pair with a negative slot on
+either side is skipped: -1 is what the allocation ops write where there is no space. K and V (or
+MLA's one plane) are *planes*; each has its own row width.
 
 Buffers: ``host`` is one tensor a plane, in ``layout`` (see :mod:`refcache.reference.layout`).
 ``device`` is either the *stacked* form, one tensor ``[layer, slot, head, dim]`` a plane, or the
@@ -35,6 +36,29 @@ def device_rows(
     return device[plane * (len(device) // planes) + layer]
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise InvalidArgument unless KV can be of this dtype: real numbers of whole bytes.
+
+    Rows are moved as bytes, so any floating point type and any integer of whole bytes will do.
+    """
+    if not (dtype.is_floating_point or dtype in _INTEGERS):
+        raise InvalidArgument(
+            f"buffers of {dtype}: expected a floating point type or an integer of whole bytes"
+        )
+
+
+_INTEGERS = (
+    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32,
+    torch.uint64, torch.int64, torch.bool,
+)  # fmt: skip
+
+
+def check_programs(max_programs: int) -> None:
+    """Raise InvalidArgument for a negative cap on the programs of a copy; 0 is no cap."""
+    if max_programs < 0:
+        raise InvalidArgument(f"max_programs={max_programs}: expected 0 (no cap) or more")
+
+
 def check_pairs(host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
     """Raise InvalidArgument unless the index tensors can be the pairs of a transfer."""
     for what, index in (("host_indices", host_indices), ("device_indices", device_indices)):
@@ -64,6 +88,8 @@ def check_buffers(
     Raises:
         InvalidArgument, UnknownName: buffers that cannot hold the same rows.
     """
+    for buffer in host:
+        check_dtype(buffer.dtype)
     layouts = [Layout.of_buffer(layout, buffer, page_size) for buffer in host]
     if not layouts or not device or len(device) % len(layouts):
         raise InvalidArgument(
@@ -100,12 +126,29 @@ def check_buffers(
     return layouts
 
 
-def _slots(index: torch.Tensor, size: int, what: str) -> torch.Tensor:
-    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < size:
-        raise InvalidSlot(
-            f"{what} from {int(index.min())} to {int(index.max())}: expected 0 to {size - 1}"
-        )
-    return index.to(torch.int64)
+def _pairs(
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    host: torch.Tensor,
+    device: torch.Tensor,
+    host_slots: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs that move, int64, each side on the device of its buffers."""
+    check_pairs(host_indices, device_indices)
+    on_host = host_indices.to(host.device, torch.int64)
+    on_device = device_indices.to(device.device, torch.int64)
+    moved = (on_host >= 0) & (on_device >= 0).to(on_host.device)
+    on_host, on_device = on_host[moved], on_device[moved.to(on_device.device)]
+    for what, slots, size in (
+        ("host_indices", on_host, host_slots),
+        ("device_indices", on_device, device.shape[-3]),
+    ):
+        if len(slots) and int(slots.max()) >= size:
+            raise InvalidSlot(
+                f"{what} up to {int(slots.max())}: expected {size - 1} at most, or a negative "
+                "one for a pair that is skipped"
+            )
+    return on_host, on_device
 
 
 def backup_all_layer(
@@ -118,20 +161,19 @@ def backup_all_layer(
 ) -> None:
     """Copy every layer of device slot ``device_indices[i]`` into host slot ``host_indices[i]``.
 
-    Writes ``host``; reads ``device``. Indices: int32 or int64 ``[n]``.
+    Writes ``host``; reads ``device``. Indices: int32 or int64 ``[n]``, each in its own dtype; a
+    pair with a negative slot is skipped.
 
     Raises:
         InvalidArgument, UnknownName: shapes, dtypes or layout that do not fit.
-        InvalidSlot: a slot out of range.
+        InvalidSlot: a slot behind the last one.
     """
-    check_pairs(host_indices, device_indices)
     layouts = check_buffers(host, device, page_size, layout)
-    to = _slots(host_indices, layouts[0].size, "host_indices").to(host[0].device)
-    source = _slots(device_indices, device[0].shape[-3], "device_indices").to(device[0].device)
+    to, source = _pairs(host_indices, device_indices, host[0], device[0], layouts[0].size)
     for plane, where in enumerate(layouts):
         for layer in range(where.layer_num):
-            rows = device_rows(device, len(host), plane, layer)[source]
-            target = where.rows(host[plane], layer)
+            rows = device_rows(device, len(host), plane, layer).view(torch.uint8)[source]
+            target = where.rows(host[plane], layer).view(torch.uint8)
             target[to // page_size, to % page_size] = rows.to(target.device)
 
 
@@ -152,16 +194,15 @@ def load_per_layer(
     Raises:
         InvalidArgument, UnknownName, InvalidSlot: as :func:`backup_all_layer`.
     """
-    check_pairs(host_indices, device_indices)
     layouts = check_buffers(host, device, page_size, layout, one_layer=True)
     check_layers(layer_id, 1, layouts[0].layer_num)
-    source = _slots(host_indices, layouts[0].size, "host_indices").to(host[0].device)
-    to = _slots(device_indices, device[0].shape[-3], "device_indices").to(device[0].device)
+    source, to = _pairs(host_indices, device_indices, host[0], device[0], layouts[0].size)
     alone = len(device) == len(host) and device[0].dim() == 3
     for plane, where in enumerate(layouts):
-        rows = where.rows(host[plane], layer_id)[source // page_size, source % page_size]
+        source_rows = where.rows(host[plane], layer_id).view(torch.uint8)
+        rows = source_rows[source // page_size, source % page_size]
         target = device[plane] if alone else device_rows(device, len(host), plane, layer_id)
-        target[to] = rows.to(target.device)
+        target.view(torch.uint8)[to] = rows.to(target.device)
 
 
 def load_layers(

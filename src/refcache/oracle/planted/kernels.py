@@ -63,9 +63,8 @@ class KernelBug(PlantedBug):
 
 
 def _forget() -> None:
-    """Drop the plans, and the compiled kernels that are looked up by a plan's number."""
+    """Drop the plans, which keep what the changed source made of them."""
     importlib.import_module(PLAN.partition(":")[0])._plans.clear()
-    importlib.import_module("refcache_ops._launch")._compiled.clear()
 
 
 def line(name: str, report: str, summary: str, where: str, old: str, new: str) -> KernelBug:
@@ -120,8 +119,8 @@ BUGS = (
     ),
     line(
         "kernel-slot-in-32-bits", "tokenspeed#501", "an int32 slot is multiplied as it is", COPY,
-        "other=0).to(tl.int64)\n    page = (slot.to(tl.uint64) // PAGE).to(tl.int64)",
-        "other=0)\n    page = slot // PAGE",
+        "page = (slot.to(tl.uint64) // PAGE).to(tl.int64)\n    unit = page * STRIDES[PLANE][0]",
+        "slot = slot.to(tl.int32)\n    page = slot // PAGE\n    unit = page * STRIDES[PLANE][0]",
     ),
     line(
         "kernel-page-one-too-long", "slip", "pages of page_size + 1 slots", PLAN,
@@ -133,8 +132,16 @@ BUGS = (
         "live = item < items", "live = item < items + 1",
     ),
     line(
+        "kernel-no-space-is-a-slot", "slip", "-1 from an allocation op is copied as a slot", COPY,
+        "live = (source >= 0) & (target >= 0)", "live = item < items",
+    ),
+    line(
+        "kernel-cap-counts-tiles", "slip", "a cap on programs is taken as a count of tiles", COPY,
+        "        work += tl.num_programs(0)", "        work += layer_tiles * layers",
+    ),
+    line(
         "kernel-heads-together", "slip", "heads of page_head are taken as adjacent", COPY,
-        "head * STRIDES[PLANE][3] + col",
+        "head * STRIDES[PLANE][2] + col",
         "head + col",
     ),
     line(
@@ -156,14 +163,14 @@ BUGS = (
     ),
     line(
         "kernel-one-index-twice", "sglang#28544", "both sides use the host's slots", COPY,
-        "transfer.device, device_indices.contiguous()",
-        "transfer.device, host_indices.contiguous()",
+        "transfer.device), device_indices.contiguous()",
+        "transfer.device), host_indices.contiguous()",
     ),
     line(
         "kernel-layer-stride-of-slots", "slip", "all layers but the first are taken for the second",
         COPY,
-        "        unit += layer * STRIDES[PLANE][2]",
-        "        unit += (layer > 0) * STRIDES[PLANE][2]",
+        "+ layer * layer_stride",
+        "+ (layer > 0) * layer_stride",
     ),
     line(
         "kernel-reads-past-free-list", "sglang#34399", "alloc_extend reads behind the free list",
