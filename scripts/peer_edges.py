@@ -12,6 +12,7 @@ from collections import Counter
 import peers
 
 from refcache.oracle import HiCacheDriver, resolve
+from refcache.oracle.hicache_bench import HiCacheBench
 from refcache.runtime import RaceFound
 from refcache.testing import run
 from refcache.testing.hicache_machine import HiCacheMachine
@@ -24,13 +25,19 @@ CASES = 5
 SIDE = re.compile(r"(read|write) by '[^']+' \(number \d+ of (?:stream|host thread) '([^']+)'\)")
 
 
-class Collecting(HiCacheDriver):
+class CollectingBench(HiCacheBench):
     """Goes on after a race."""
 
     def build(self) -> None:
         super().build()
         assert self.machine.tracker is not None
         self.machine.tracker.stop = False
+
+
+class Collecting(HiCacheDriver):
+    """Goes on after a race."""
+
+    bench_type = CollectingBench
 
 
 def kind(race: RaceFound) -> str:

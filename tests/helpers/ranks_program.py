@@ -16,8 +16,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
-from refcache.oracle import resolve
-from refcache.oracle.ranks_driver import RankDriver
+from refcache.oracle import HiCacheDriver, resolve
+from refcache.oracle.ranks_driver import Rank
 from refcache.runtime import SimulatedRuntime, Tracker
 from refcache.tree.consensus import ProcessGroupConsensus, SingleRank
 from refcache.types import WRITE_POLICIES, ServerArgs
@@ -43,11 +43,11 @@ def timing(rank):
 def calls(group, rank, policy):
     """Random calls on the tree; every check of the oracle is on."""
     draw = random.Random(7)
-    d = RankDriver(
+    d = HiCacheDriver(
         resolve("refcache"), size=16, host_size=18, page_size=2, write_policy=policy, tp_group=group
     )
     d.machine.driver = timing(rank)
-    log = []
+    decided_by, log = Rank(d), []
     for _ in range(120):
         tokens = tuple(draw.choice((0, 0, 1)) for _ in range(draw.randint(2, 13)))
         which = draw.randrange(4)
@@ -68,7 +68,7 @@ def calls(group, rank, policy):
                 d.poll()
             case 8:
                 d.match(tokens)
-        log.append([sorted((k, repr(v)) for k, v in d.decisions().items()), group.calls])
+        log.append([sorted((k, repr(v)) for k, v in decided_by.decisions().items()), group.calls])
     d.wind_down()
     return log
 

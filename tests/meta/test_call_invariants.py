@@ -188,7 +188,7 @@ TREE: list[tuple[str, str, Fault, str]] = [
     ("P1", "page 1 is request 0's, and was freed by an eviction", frees(1), "admit (0,1); evict 1"),
     ("P1", "page 4 was freed although it is free already", frees(4), "insert (0,); evict 1"),
     ("P0", "page 5 was freed; pages are 1 to 4", frees(5), "insert (0,); evict 1"),
-    ("P1", "page 1 is cached for [0]; this call may free pages [] only",
+    ("P1", "page 1 is cached for [0]; this call frees nothing",
         then("tree.match_prefix", lambda parts: parts.allocator.free(torch.tensor([1]))),
         "insert (0,); match (0,)"),
     ("P1", "pages [3, 4] belong to nobody: the request gave", nothing("tree._free"),
@@ -373,7 +373,7 @@ def perform(driver_class: Any, target: Any, program: str) -> None:
         name, _, args = call.partition(" ")
         given = eval(f"({args},)") if args else ()
         if name == "evict_host":
-            d.on_target(d.tree.evict_host, *given)
+            d.trial.call(d.tree.evict_host, *given)
         else:
             getattr(d, name)(*given)
 

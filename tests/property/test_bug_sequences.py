@@ -209,7 +209,7 @@ def test_its_planted_bug_fails(name):
 
 
 def on_host(driver, tokens):
-    found = driver._match(tokens, None)
+    found = driver.bench.match(tokens, None)
     return len(found.device_indices) + found.host_hit_length
 
 
@@ -280,12 +280,13 @@ def decode_after_a_load(delay=True):
     """B59: a load has started; a decode reads its slots, as a captured graph without waits does."""
     d = HiCacheDriver(resolve("refcache"), size=8, host_size=20, delay=delay)
     run_on(d, "I 01; T; E 2; Q; S")
-    row = d._match((0, 1), None).device_indices.tolist()
-    with d.machine.stream(d.forward_stream):
-        d.forward_stream.wait_stream(d.machine.default_stream())
-        d.counter.set_consumer(-1)
-        d.counter.wait_all()
-        d.content.forward(d.machine, row, 2, (0, 1), None, d.note)
+    row = d.bench.match((0, 1), None).device_indices.tolist()
+    forwards = d.bench.forwards
+    with d.machine.stream(forwards.stream):
+        forwards.stream.wait_stream(d.machine.default_stream())
+        forwards.counter.set_consumer(-1)
+        forwards.counter.wait_all()
+        d.bench.content.forward(d.machine, row, 2, (0, 1), None, d.trial.note)
     d.wind_down()
 
 
@@ -361,8 +362,8 @@ def full_and_pinned():
 
 def test_write_back_with_the_host_full_and_pinned_drops_the_leaf():
     d = full_and_pinned()
-    d.ledger.may_free = d.ledger.only_unlocked
-    assert d.tree.evict(EvictParams(4)).num_tokens_evicted == 4
+    with d.ledger.permits(d.ledger.only_unlocked):
+        assert d.tree.evict(EvictParams(4)).num_tokens_evicted == 4
     for node in d.tree.nodes():
         node.release_host()
     d.check()
@@ -374,8 +375,8 @@ def test_write_back_with_the_host_full_and_pinned_drops_the_leaf():
 def test_a_node_queued_although_it_was_not_written_is_found():
     with find("write-back-without-room").active():
         d = full_and_pinned()
-        d.ledger.may_free = d.ledger.only_unlocked
-        d.tree.evict(EvictParams(4))
+        with d.ledger.permits(d.ledger.only_unlocked):
+            d.tree.evict(EvictParams(4))
         for node in d.tree.nodes():
             node.release_host()
         with pytest.raises(Violation) as caught:
@@ -421,7 +422,7 @@ def test_no_fourth_load_is_asked_of_a_target_that_does_not_wait_for_a_slot(monke
     waits = waits_of(d)
     run_on(d, "L; L; L")
     assert not waits
-    assert sum(transfer.kind == "load" for transfer in d._host().transfers) == 3
+    assert sum(transfer.kind == "load" for transfer in d.bench.host().transfers) == 3
     run_on(d, "L")
     assert len(waits) == 1
     run_on(d, "L; L")

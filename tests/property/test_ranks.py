@@ -101,8 +101,8 @@ def test_a_slow_rank_keeps_what_the_others_have_finished():
     d.poll()
     assert [rank.tree.evictable_size() for rank in d.ranks] == [3, 3]
     d.wind_down()
-    assert d.group.calls[0] == d.group.calls[1]
-    assert d.group.calls[0] == [WRITES, LOADS] * 3
+    assert d.bench.group.calls[0] == d.group.calls[1]
+    assert d.bench.group.calls[0] == [WRITES, LOADS] * 3
 
 
 def test_the_rank_that_decides_alone_is_named():

@@ -68,4 +68,4 @@ def test_every_allocation_evicts_everything(page_size):
         one.decode(0, 1)
         one.finish(0)
         one.wind_down()
-    assert d.no_room is r.no_room is False
+    assert d.bench.no_room is r.bench.no_room is False

@@ -1,9 +1,10 @@
-"""What all drivers share: a log that is a program, guarded calls on the target, checks after each.
+"""What all drivers share: a log that is a program, and checks after each of its steps.
 
-A driver performs one call on the target at a time, the way an engine does, and keeps a ledger of
-who owns what from public observations only. Its methods are total: an index is taken modulo what
-exists, and a call that makes no sense now does nothing. So any sequence of calls is legal, any
-subsequence of a failing one may be tried, and the log of a failure is a program that runs::
+A driver makes steps, the way an engine does, on a *bench*: the components on trial, a ledger of who
+owns what from public observations only, the single calls and the checks. Its methods are total: an
+index is taken modulo what exists, and a call that makes no sense now does nothing. So any sequence
+of calls is legal, any subsequence of a failing one may be tried, and the log of a failure is a
+program that runs::
 
     d = TreeDriver(resolve("refcache"), page_size=2, size=8)
     d.admit((0, 1, 1))
@@ -14,31 +15,75 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from refcache.oracle.exact import PROFILES, difference, on_the_reference
 from refcache.oracle.target import CacheConfig, Target, resolve
-from refcache.oracle.torch_settings import TorchSettings, put_back, torch_settings
+from refcache.oracle.trial import Trial
 from refcache.oracle.violation import Violation, switched_off
 
 P = ParamSpec("P")
-R = TypeVar("R")
 D = TypeVar("D", bound="Driver")
 Call = tuple[str, tuple[Any, ...]]
 """A logged call: a method's name and its arguments, without those that are the default."""
 
 
+class Bench(Protocol):
+    """What a driver drives: the components on trial with their ledger, and the checks of both."""
+
+    @property
+    def subject(self) -> Any:
+        """The component whose calls a trace records; None when none stays."""
+
+    def check(self) -> None:
+        """Every rule about the state as it is now."""
+
+    def choices(self) -> dict[str, Any]:
+        """Everything the target was free to choose and that can be seen, by name."""
+
+    def describe(self) -> str:
+        """The state as the ledger has it, one line an owner."""
+
+
+class EmptyBench:
+    """A :class:`Bench` on which nothing stays from one step to the next."""
+
+    subject = None
+
+    def __init__(self, trial: Trial, config: CacheConfig) -> None:
+        self.trial, self.config = trial, config
+
+    def check(self) -> None: ...
+
+    def choices(self) -> dict[str, Any]:
+        return {}
+
+    def describe(self) -> str:
+        return ""
+
+
 class Driver:
-    """Base of the drivers. ``calls`` counts the logged calls; ``log`` is the program. ``stopped``:
-    a rule that is switched off was broken and nothing can follow; further steps do nothing."""
+    """Base of the drivers: the log of a program, over a bench.
+
+    Attributes:
+        trial: makes the calls on the target; ``bench``: made by ``bench_type(trial, config)``.
+        calls: counts the logged calls; ``log`` is the program.
+        found: the violation that ended it.
+        stopped: a rule that is switched off was broken and nothing can follow; further steps do
+            nothing.
+        reference: the same driver over the reference that the configuration's profile names.
+    """
 
     needs: frozenset[str] = frozenset()
     stopped = False
     Config: type[CacheConfig] = CacheConfig
+    bench_type: ClassVar[type[Any]] = EmptyBench
+    bench: Bench
 
     def __init__(self, target: Target, **config: Any) -> None:
         self.target = target
         self.config = self.Config(**config)
+        self.trial = Trial(target)
         given = "".join(
             f", {f.name}={getattr(self.config, f.name)!r}"
             for f in fields(self.Config)
@@ -47,70 +92,38 @@ class Driver:
         self.log = [f"d = {type(self).__name__}(resolve({target.named()!r}){given})"]
         self.call_log: list[Call] = []
         self.found: Violation | None = None
-        self._noted: Violation | None = None
-        self._settings: TorchSettings | None = None  # when the step that runs began
-        self.reference = self._reference()
+        self.reference: Driver | None = None
+        profile = self.config.profile
+        if profile is not None:
+            with on_the_reference():
+                self.reference = self._again(resolve(PROFILES[profile]), profile=None)
+        self.bench = self.bench_type(self.trial, self.config)
 
-    def _reference(self) -> "Driver | None":
-        """The same driver over the reference that the configuration's profile names."""
-        if self.config.profile is None:
-            return None
+    def _again(self, target: Target, **changed: Any) -> "Driver":
+        """A fresh driver of the same kind and configuration, but for what is changed."""
         config = {f.name: getattr(self.config, f.name) for f in fields(self.Config)}
-        with on_the_reference():
-            return type(self)(resolve(PROFILES[self.config.profile]), **config | {"profile": None})
+        return type(self)(target, **config | changed)
 
     @property
     def calls(self) -> int:
         return len(self.call_log)
 
-    def note(self, rule: str, evidence: str) -> None:
-        """Remember the first violation seen inside a call; it is raised when the call is over."""
-        if self._noted is None and not switched_off(rule):
-            self._noted = Violation(rule, evidence)
-
-    def require(self, holds: bool, rule: str, evidence: str) -> None:
-        if not holds and not switched_off(rule):
-            raise Violation(rule, evidence)
-
-    def on_target(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Make one legal call on the target; an exception of it is the violation ``crash``.
-
-        What the ledger noted during the call comes first: it is the cause, an exception (or a
-        result) is the consequence. So is what comes of a setting of torch that the call changed;
-        it is put back.
-        """
-        before = self._settings or torch_settings()
-        try:
-            result = function(*args, **kwargs)
-        except (Violation, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            self._settings_kept(function, before)
-            raise Violation("crash", f"{_name(function)} raised {error!r}") from error
-        self._settings_kept(function, before)
-        return result
-
-    def _settings_kept(self, function: Callable[..., Any], before: TorchSettings) -> None:
-        """After a call, with what was noted in it first."""
-        changed = put_back(before)
-        self.raise_noted()
-        self.require(not changed, "GLOBAL", f"{_name(function)} changed torch's {changed}")
-
-    def raise_noted(self) -> None:
-        noted, self._noted = self._noted, None
-        if noted is not None:
-            raise noted
+    @property
+    def subject(self) -> Any:
+        """The component whose calls a trace records; None when none stays."""
+        return self.bench.subject
 
     def check(self) -> None:
-        """Every rule about the state as it is now."""
+        """Every rule about the state as it is now; runs after each step."""
+        self.bench.check()
+
+    def describe(self) -> str:
+        """The state as the ledger has it, one line an owner."""
+        return self.bench.describe()
 
     def wind_down(self) -> None:
         """End everything that runs and see that nothing is left over; a step."""
         raise NotImplementedError
-
-    def choices(self) -> dict[str, Any]:
-        """Everything the target was free to choose and that can be seen, by name."""
-        return {}
 
     def _follow(self, name: str, args: tuple[Any, ...]) -> None:
         """Make the step on the reference too, and compare the choices."""
@@ -118,12 +131,8 @@ class Driver:
             return
         with on_the_reference():
             getattr(self.reference, name)(*args)
-        evidence = difference(self.choices(), self.reference.choices())
-        self.require(evidence is None, "DIFF", evidence or "")
-
-    def describe(self) -> str:
-        """The state as the ledger has it, one line an owner."""
-        return ""
+        evidence = difference(self.bench.choices(), self.reference.bench.choices())
+        self.trial.require(evidence is None, "DIFF", evidence or "")
 
     def program(self) -> list[str]:
         """The log as a program that runs as it stands; refcache's names are the public ones."""
@@ -134,16 +143,10 @@ class Driver:
 
     def replay(self, steps: int) -> "Driver":
         """A fresh driver after the first ``steps`` calls of this one's log."""
-        fresh = type(self)(
-            self.target, **{f.name: getattr(self.config, f.name) for f in fields(self.Config)}
-        )
+        fresh = self._again(self.target)
         for name, args in self.call_log[:steps]:
             getattr(fresh, name)(*args)
         return fresh
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))
 
 
 def step(
@@ -165,11 +168,11 @@ def step(
         line = f"d.{method.__name__}({', '.join(map(repr, given))})"
         self.log.append(line)
         self.call_log.append((method.__name__, given))
-        self._settings = torch_settings()
         try:
-            method(self, *args, **kwargs)
-            self.check()
-            self._follow(method.__name__, given)
+            with self.trial.step():
+                method(self, *args, **kwargs)
+                self.check()
+                self._follow(method.__name__, given)
         except Violation as violation:
             if switched_off(violation.id):
                 self.stopped = True
@@ -182,8 +185,6 @@ def step(
             if not switched_off():
                 raise
             self.stopped = True  # the ledger met what a rule would have reported
-        finally:
-            self._settings = None
 
     functools.update_wrapper(logged, method)
     return logged

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from refcache.oracle.ledger import Ledger
+from refcache.oracle.view import TreeView
 from refcache.oracle.violation import Violation
 
 
@@ -78,4 +79,42 @@ class EventReplay:
         for elements in sorted(seen - expected, key=lambda e: (len(e), e)):
             raise Violation(
                 "N2", f"the events leave {list(elements)} stored, and no page is cached for it"
+            )
+
+
+class TierEvents:
+    """The events of two tiers, each replayed on its own; what names no medium is for both.
+
+    A write-back stores a page on the host before its parent, which is still on the device.
+    """
+
+    def __init__(self) -> None:
+        self.device = EventReplay()
+        self.host = EventReplay(above=lambda: self.device)
+
+    def apply(self, events: Iterable[Any]) -> None:
+        """Each event to its tier, by its ``medium``."""
+        for event in events:
+            medium = getattr(event, "medium", None)
+            if medium in (None, "GPU"):
+                self.device.apply([event])
+            if medium != "GPU":
+                self.host.apply([event])
+
+    def check(self, ledger: Ledger) -> None:
+        """N2 on the device."""
+        self.device.check(ledger)
+
+    def check_host(self, view: TreeView, page_size: int) -> None:
+        """N2 on the host, when no copy runs."""
+        seen = sorted(self.host.resident.values())
+        expected = sorted(
+            elements
+            for index, names in view.pages(page_size)
+            for _, elements in names
+            if view.nodes[index].host is not None
+        )
+        if seen != expected:
+            raise Violation(
+                "N2", f"the host's events leave {seen} stored, the host holds {expected}"
             )

@@ -102,7 +102,7 @@ class HostContent:
             best = max(best, common // self.page_size * self.page_size)
         return best
 
-    def as_violation(self, error: Exception) -> Violation | None:
+    def as_violation(self, error: BaseException) -> Violation | None:
         """The violation that a report of the tracker stands for."""
         if isinstance(error, RaceFound):
             return Violation("X5", str(error))

@@ -12,6 +12,7 @@ from functools import partial
 
 from refcache.oracle.host_view import HostView, TransferView
 from refcache.oracle.state import State, register
+from refcache.oracle.view import PagePrefix
 from refcache.oracle.violation import Violation, switched_off
 
 Slots = dict[str, tuple[int, ...]]
@@ -25,7 +26,7 @@ class InFlight:
     """
 
     transfer: TransferView
-    pages: dict[tuple[str | None, tuple[object, ...]], tuple[int, int]]
+    pages: dict[PagePrefix, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -151,14 +152,11 @@ def _keep_their_owner(s: HostState, tier: str, which: int) -> Iterator[str]:
                 yield f"a {transfer.kind} in flight uses {tier} slots of {whose}, which has none"
     if not s.in_flight:
         return
-    here: dict[tuple[str | None, tuple[object, ...]], int] = {}
-    for index, prefix in s.state.view.paths():
-        node = nodes[index]
-        slots = getattr(node, tier)
+    here: dict[PagePrefix, int] = {}
+    for index, names in s.state.view.pages(size):
+        slots = getattr(nodes[index], tier)
         if slots is not None:
-            start = len(prefix) - len(node.key)
-            for k, slot in enumerate(slots[::size].tolist()):
-                here[node.extra_key, prefix[: start + (k + 1) * size]] = slot // size
+            here.update(zip(names, (slots[::size] // size).tolist(), strict=False))
     for copy in s.in_flight:
         for name, pages in copy.pages.items():
             if here.get(name) != pages[which]:

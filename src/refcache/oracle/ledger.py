@@ -1,39 +1,58 @@
 """Who owns each page, known exactly and from public observations only.
 
-Pages are handed out by allocations, which the driver makes itself; they are given back by
-``free``, which a :class:`RecordingAllocator` sees because the tree is built over it. In between,
-the tree owns what was inserted and not freed. So every free is judged at the moment it happens,
-before the target's allocator can object: by name, not by an exception.
+Pages are handed out by allocations; they are given back by ``free``, which a
+:class:`~refcache.oracle.recording.RecordingAllocator` sees because the tree is built over it. In
+between, the tree owns what was inserted and not freed. So every free is judged at the moment it
+happens, before the target's allocator can object: by name, not by an exception.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 Element = Hashable
 Prefix = tuple[str | None, tuple[Element, ...]]
 """A namespace and the elements (tokens or pairs) up to the end of a page."""
 
 Note = Callable[[str, str], None]
+Judge = Callable[[int], tuple[str, str] | None]
+"""Says of a page that is freed which rule that breaks, with the evidence; None if it may be."""
+
+
+@dataclass
+class Freed:
+    """What was freed during a call. ``pages``: in order; ``counts``: of pages, for each free."""
+
+    pages: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
 
 class Ledger:
     """Owners of ``pages`` pages, numbered from ``first``; a page without an entry is free.
+
+    A call may free nothing, except inside :meth:`permits`.
 
     Attributes:
         owner: a request's name, or the prefix a page is cached under.
         cached: the reverse for the tree: each cached page prefix with its page.
         queued: pages given back in an open free group; None when none is open.
         holders: (handle, prefix) of every lock somebody holds.
-        may_free: what the call in progress is allowed to free: a function from page to a complaint.
+        may_free: judges each page that is freed now; ``freed``: what was.
     """
 
-    def __init__(self, pages: int, page_size: int, note: Note, first: int = 1) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        note: Note,
+        first: int = 1,
+        may_free: Judge | None = None,
+    ) -> None:
         self.pages, self.page_size, self.note = pages, page_size, note
         self.numbers = range(first, first + pages)
-        self.may_free: Callable[[int], tuple[str, str] | None] = self._nothing
-        self.freed: list[int] = []
+        self.may_free = may_free or self._nothing
+        self.freed = Freed()
         self.clear()
 
     def clear(self) -> None:
@@ -98,27 +117,47 @@ class Ledger:
         self.cached[prefix] = page
         self.owner[page] = prefix
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Judge a free, then make it."""
+    def release(self, pages: Collection[int]) -> bool:
+        """Judge a free, then make it; False when it was noted as a violation, and not made."""
         for page in pages:
             if page not in self.numbers:
                 self.note("P0", f"page {page} was freed; pages are {self.span}")
-                return
+                return False
             if page not in self.owner:
                 where = "queued" if self.queued and page in self.queued else "free"
                 self.note("P1", f"page {page} was freed although it is {where} already")
-                return
+                return False
             complaint = self.may_free(page)
             if complaint is not None:
                 self.note(*complaint)
-                return
+                return False
         for page in pages:
             owner = self.owner.pop(page)
             if isinstance(owner, tuple):
                 del self.cached[owner]
             if self.queued is not None:
                 self.queued.add(page)
-            self.freed.append(page)
+        self.freed.pages += pages
+        self.freed.counts.append(len(pages))
+        return True
+
+    @contextmanager
+    def permits(self, may_free: Collection[int] | Judge) -> Iterator[Freed]:
+        """In the block a call may free these pages, or what the judge has nothing against.
+
+        Yields what is freed. Inside another such block this one counts alone, and what it frees
+        was freed in the outer one too.
+        """
+        judge = may_free if callable(may_free) else self.only(may_free)
+        outer = self.may_free, self.freed
+        self.may_free, self.freed = judge, Freed()
+        try:
+            yield self.freed
+        finally:
+            inner = self.freed
+            self.may_free, self.freed = outer
+            self.freed.pages += inner.pages
+            self.freed.counts += inner.counts
 
     def says(self, page: int) -> str:
         """Who owns a page, for people."""
@@ -134,7 +173,7 @@ class Ledger:
         return "P1", f"{self.says(page)}; this call frees nothing"
 
     def only_unlocked(self, page: int) -> tuple[str, str] | None:
-        """What an eviction may free: cached pages that nobody holds."""
+        """The judge of an eviction: it may free cached pages that nobody holds."""
         owner = self.owner[page]
         if isinstance(owner, str):
             return "P1", f"{self.says(page)}, and was freed by an eviction"
@@ -142,8 +181,8 @@ class Ledger:
             return "L2", f"{self.says(page)}, is locked, and was evicted"
         return None
 
-    def only(self, allowed: set[int]) -> Callable[[int], tuple[str, str] | None]:
-        """What a call may free when it is known exactly."""
+    def only(self, allowed: Collection[int]) -> Judge:
+        """The judge of a call of which it is known exactly what it may free."""
 
         def judge(page: int) -> tuple[str, str] | None:
             if page in allowed:
@@ -151,60 +190,3 @@ class Ledger:
             return "P1", f"{self.says(page)}; this call may free pages {sorted(allowed)} only"
 
         return judge
-
-
-class RecordingAllocator:
-    """The target's allocator, with each hand-out and each free told to the ledger.
-
-    Everything else goes through unchanged. A free that the ledger objects to is noted and not
-    passed on. ``free_calls``: pages freed by each call since the driver emptied it.
-    """
-
-    def __init__(self, inner: Any, ledger: Ledger) -> None:
-        self.inner, self.ledger = inner, ledger
-        self.free_calls: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def free(self, free_index: torch.Tensor) -> None:
-        before = len(self.ledger.freed)
-        pages = list(dict.fromkeys(slot // self.ledger.page_size for slot in free_index.tolist()))
-        self.ledger.release(pages)
-        if len(self.ledger.freed) - before == len(pages):
-            self.free_calls.append(len(pages))
-            self.inner.free(free_index)
-
-    def free_group_begin(self) -> None:
-        self.inner.free_group_begin()
-        self.ledger.queued = set()
-
-    def free_group_end(self) -> None:
-        self.inner.free_group_end()
-        self.ledger.queued = None
-
-
-class CountingAllocator(RecordingAllocator):
-    """A :class:`RecordingAllocator` whose hand-outs are the engine's, and told to the ledger."""
-
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        return self._told(self.inner.alloc(need_size))
-
-    def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return self._told(self.inner.alloc_extend(*args, **kwargs))
-
-    def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return self._told(self.inner.alloc_decode(*args, **kwargs))
-
-    def clear(self) -> None:
-        self.inner.clear()
-        self.ledger.clear()
-
-    def _told(self, slots: torch.Tensor | None) -> torch.Tensor | None:
-        if slots is not None:
-            for slot in slots.tolist():
-                page, offset = divmod(slot, self.ledger.page_size)
-                if offset == 0 and page in self.ledger.owner:
-                    self.ledger.note("P1", f"page {page} was handed out twice")
-                self.ledger.take([slot], "the engine")
-        return slots

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from refcache.engine.content import RowCheck, WrongContent
+from refcache.engine.content import RowCheck
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.observer import SchedulerObserver
@@ -20,9 +20,12 @@ from refcache.engine.scheduler import Scheduler
 from refcache.errors import OutOfSlots
 from refcache.oracle.driver import Driver, step
 from refcache.oracle.invariants import check_state, check_sums
-from refcache.oracle.ledger import CountingAllocator, Ledger
-from refcache.oracle.state import RequestView, State
-from refcache.oracle.target import CacheConfig, Target
+from refcache.oracle.ledger import Ledger, Note
+from refcache.oracle.recording import RecordingAllocator
+from refcache.oracle.scheduler_state import private_tokens, running, state_of
+from refcache.oracle.state import State
+from refcache.oracle.target import CacheConfig
+from refcache.oracle.trial import Trial
 from refcache.oracle.violation import Violation
 from refcache.types import ServerArgs
 
@@ -43,8 +46,8 @@ class LoopConfig(CacheConfig):
 class _Watch(SchedulerObserver):
     """Sees that a prefill goes on where its last chunk ended."""
 
-    def __init__(self, driver: "LoopDriver") -> None:
-        self.driver = driver
+    def __init__(self, note: Note) -> None:
+        self.note = note
         self.computed: dict[str, int] = {}
 
     def on_batch(self, batch: ScheduleBatch) -> None:
@@ -55,7 +58,7 @@ class _Watch(SchedulerObserver):
         ):
             ended = self.computed.get(req.rid)
             if ended is not None and start != ended:
-                self.driver.note(
+                self.note(
                     "PROGRESS",
                     f"request {req.rid} computed {ended} tokens, "
                     f"and its next chunk starts at {start}",
@@ -69,20 +72,19 @@ class _Watch(SchedulerObserver):
         self.computed.pop(req.rid, None)
 
 
-class LoopDriver(Driver):
-    """See the module docstring. ``scheduler`` runs; ``running`` are the requests with a row."""
+class LoopBench:
+    """The serving loop over the target's components, with the ledger and the checks.
 
-    needs = frozenset({"allocator", "tree"})
-    Config = LoopConfig
-    config: LoopConfig
+    Attributes:
+        scheduler: refcache's, with the target's tree and allocator in it.
+    """
 
-    def __init__(self, target: Target, **config: Any) -> None:
-        super().__init__(target, **config)
-        c = self.config
-        self.ledger = Ledger(c.pages, c.page_size, self.note)
-        self.ledger.may_free = lambda page: None
-        self._names = 0
-        self.scheduler: Scheduler = self.on_target(
+    def __init__(self, trial: Trial, config: LoopConfig) -> None:
+        c, target = config, trial.target
+        self.trial, self.config, self.target = trial, config, target
+        self.ledger = Ledger(c.pages, c.page_size, trial.note, may_free=lambda page: None)
+        self._stuck = 0
+        self.scheduler: Scheduler = self.trial.call(
             Scheduler,
             ServerArgs(
                 page_size=c.page_size,
@@ -96,24 +98,112 @@ class LoopDriver(Driver):
                 radix_eviction_policy=c.eviction_policy,
             ),
             ModelConfig(num_hidden_layers=2, vocab_size=3),
-            make_allocator=lambda runner: CountingAllocator(target.allocator(c), self.ledger),
+            make_allocator=lambda runner: RecordingAllocator(
+                target.allocator(c), self.ledger, "the engine"
+            ),
             make_tree=lambda params, args: target.tree(
                 c, params.token_to_kv_pool_allocator, params.req_to_token_pool
             ),
-            check=RowCheck(on_wrong=self._wrong),
-            observer=_Watch(self),
+            check=RowCheck(on_wrong=lambda wrong: trial.note("C-READ", str(wrong))),
+            observer=_Watch(trial.note),
         )
         self.tree = self.scheduler.tree_cache
         self.allocator = self.scheduler.token_to_kv_pool_allocator
 
-    def _wrong(self, wrong: WrongContent) -> None:
-        self.note("C-READ", str(wrong))
+    @property
+    def subject(self) -> Any:
+        """What a trace records: the tree."""
+        return self.tree
+
+    def step(self) -> None:
+        """One iteration; a budget that the components promised and do not keep is their fault."""
+        before = self._progress()
+        try:
+            self.trial.call(self.scheduler.step)
+        except Violation as violation:
+            if isinstance(violation.__cause__, OutOfSlots):
+                raise Violation("BUDGET", str(violation.__cause__)) from violation
+            raise
+        self.check()
+        moved = self._progress() != before or self.scheduler.is_idle()
+        self._stuck = 0 if moved else self._stuck + 1
+        self.trial.require(
+            self._stuck < PATIENCE,
+            "PROGRESS",
+            f"{self._stuck} steps changed nothing; live are {list(self.scheduler.live_reqs)}",
+        )
+
+    def _progress(self) -> tuple[int, int]:
+        """Grows with every step that computes or finishes something."""
+        return self.scheduler.forward_ct, len(self.scheduler.finished_reqs)
+
+    # ---- checks ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Sums, and every rule about the state."""
+        size = self.config.page_size
+        free = int(self.trial.call(self.allocator.available_size))
+        self.trial.require(
+            free == len(self.ledger.free) * size,
+            "P1",
+            f"available_size() = {free}, but {len(self.ledger.free)} pages of {size} were not "
+            "handed out",
+        )
+        check_sums(
+            free,
+            int(self.trial.call(self.tree.evictable_size)),
+            int(self.trial.call(self.tree.protected_size)),
+            private_tokens(self.scheduler),
+            self.config.size,
+        )
+        if "inspect" in self.target.capabilities:
+            check_state(self.state())
+
+    def state(self) -> State:
+        """What the invariants look at."""
+        view = self.target.inspect(self.tree)
+        free, queued = self.ledger.free, self.ledger.queued or ()
+        return state_of(self.scheduler, view, self.config.pages, free, queued)
+
+    def choices(self) -> dict[str, Any]:
+        """None: the loop's own policies decide as well."""
+        return {}
+
+    def describe(self) -> str:
+        rows = self.scheduler.req_to_token_pool.req_to_token
+        lines = [
+            f"free pages: {self.ledger.free}",
+            f"evictable {self.tree.evictable_size()}, protected {self.tree.protected_size()}",
+        ]
+        for req in self.scheduler.live_reqs.values():
+            tokens = [*req.origin_input_ids, *req.output_ids]
+            place = "waiting"
+            if req.req_pool_idx is not None:
+                slots = rows[req.req_pool_idx, : req.kv_allocated_len].tolist()
+                place = f"{req.cache_protected_len} protected, slots {slots}"
+            lines.append(f"request {req.rid}: tokens {tokens}, {place}")
+        return "\n".join(lines)
+
+
+class LoopDriver(Driver):
+    """See the module docstring."""
+
+    needs = frozenset({"allocator", "tree"})
+    Config = LoopConfig
+    config: LoopConfig
+    bench_type = LoopBench
+    bench: LoopBench
+    submitted = 0
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The one that runs."""
+        return self.bench.scheduler
 
     @property
     def running(self) -> list[Req]:
-        return [r for r in self.scheduler.live_reqs.values() if r.req_pool_idx is not None]
-
-    # ---- steps -----------------------------------------------------------------------------------
+        """The requests with a row."""
+        return running(self.scheduler)
 
     @step
     def submit(
@@ -128,20 +218,20 @@ class LoopDriver(Driver):
             return
         self.scheduler.submit(
             TokenizedGenerateReqInput(
-                str(self._names),
+                str(self.submitted),
                 tokens,
                 SamplingParams(max_new_tokens=max_new_tokens),
                 extra_key,
                 priority,
             )
         )
-        self._names += 1
+        self.submitted += 1
 
     @step
     def run(self, steps: int = 1) -> None:
         """Iterations of the loop."""
         for _ in range(steps):
-            self._step()
+            self.bench.step()
 
     @step
     def abort(self, index: int) -> None:
@@ -158,15 +248,15 @@ class LoopDriver(Driver):
     @step
     def evict(self, num_tokens: int) -> None:
         """Evict between two steps."""
-        self.on_target(self.tree.evict, self.target.EvictParams(num_tokens=num_tokens))
+        self.trial.call(self.bench.tree.evict, self.target.EvictParams(num_tokens=num_tokens))
 
     @step
     def flush(self) -> None:
         """Forget every prefix, when nothing runs."""
         if self.scheduler.is_idle():
-            self.on_target(self.scheduler.flush_cache)
-            total = int(self.tree.total_size())
-            self.require(total == 0, "Z1", f"{total} tokens are cached after flush_cache")
+            self.trial.call(self.scheduler.flush_cache)
+            total = int(self.bench.tree.total_size())
+            self.trial.require(total == 0, "Z1", f"{total} tokens are cached after flush_cache")
 
     @step
     def wind_down(self) -> None:
@@ -175,102 +265,18 @@ class LoopDriver(Driver):
         for _ in range(bound):
             if self.scheduler.is_idle():
                 break
-            self._step()
+            self.bench.step()
         live = list(self.scheduler.live_reqs.values())
-        self.require(not live, "PROGRESS", f"after {bound} more steps there are still {live}")
-        self.on_target(self.tree.evict, self.target.EvictParams(num_tokens=self.config.size))
-        free, rows = self.allocator.available_size(), self.scheduler.req_to_token_pool
-        self.require(
+        self.trial.require(not live, "PROGRESS", f"after {bound} more steps there are still {live}")
+        self.trial.call(self.bench.tree.evict, self.target.EvictParams(num_tokens=self.config.size))
+        free, rows = self.bench.allocator.available_size(), self.scheduler.req_to_token_pool
+        self.trial.require(
             free == self.config.size,
             "P1",
             f"{free} of {self.config.size} tokens are free after everything was evicted",
         )
-        self.require(
+        self.trial.require(
             rows.available_size() == rows.size,
             "R3",
             f"{rows.available_size()} of {rows.size} rows are free and nothing runs",
         )
-
-    def _step(self) -> None:
-        """One iteration; a budget that the components promised and do not keep is their fault."""
-        before = self._done()
-        try:
-            self.on_target(self.scheduler.step)
-        except Violation as violation:
-            if isinstance(violation.__cause__, OutOfSlots):
-                raise Violation("BUDGET", str(violation.__cause__)) from violation
-            raise
-        self.check()
-        self._stuck = 0 if self._done() != before or self.scheduler.is_idle() else self._stuck + 1
-        self.require(
-            self._stuck < PATIENCE,
-            "PROGRESS",
-            f"{self._stuck} steps changed nothing; live are {list(self.scheduler.live_reqs)}",
-        )
-
-    _stuck = 0
-
-    def _done(self) -> tuple[int, int]:
-        return self.scheduler.forward_ct, len(self.scheduler.finished_reqs)
-
-    # ---- checks ----------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        size = self.config.page_size
-        free = int(self.on_target(self.allocator.available_size))
-        self.require(
-            free == len(self.ledger.free) * size,
-            "P1",
-            f"available_size() = {free}, but {len(self.ledger.free)} pages of {size} were not "
-            "handed out",
-        )
-        private = sum(
-            -(-req.kv_allocated_len // size) * size - req.cache_protected_len
-            for req in self.running
-        )
-        check_sums(
-            free,
-            int(self.on_target(self.tree.evictable_size)),
-            int(self.on_target(self.tree.protected_size)),
-            private,
-            self.config.size,
-        )
-        if "inspect" in self.target.capabilities:
-            check_state(self.state())
-
-    def state(self) -> State:
-        """What the invariants look at."""
-        rows = self.scheduler.req_to_token_pool.req_to_token
-        return State(
-            view=self.target.inspect(self.tree),
-            page_size=self.config.page_size,
-            pages=self.config.pages,
-            free=self.ledger.free,
-            queued=self.ledger.queued or (),
-            holders=[req.last_node for req in self.running],
-            requests=[
-                RequestView(
-                    f"request {req.rid}",
-                    rows[req.req_pool_idx, : req.kv_allocated_len],
-                    req.cache_protected_len,
-                    req.last_node,
-                    req.req_pool_idx,
-                )
-                for req in self.running
-            ],
-        )
-
-    def describe(self) -> str:
-        rows = self.scheduler.req_to_token_pool.req_to_token
-        lines = [
-            f"free pages: {self.ledger.free}",
-            f"evictable {self.tree.evictable_size()}, protected {self.tree.protected_size()}",
-        ]
-        for req in self.scheduler.live_reqs.values():
-            tokens = [*req.origin_input_ids, *req.output_ids]
-            place = "waiting"
-            if req.req_pool_idx is not None:
-                slots = rows[req.req_pool_idx, : req.kv_allocated_len].tolist()
-                place = f"{req.cache_protected_len} protected, slots {slots}"
-            lines.append(f"request {req.rid}: tokens {tokens}, {place}")
-        return "\n".join(lines)

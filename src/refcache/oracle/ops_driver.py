@@ -80,8 +80,8 @@ class OpsDriver(Driver):
                 raise
 
         call.__qualname__ = op
-        errors = self.on_target(call)
-        self.require(not errors, rule, f"{op}: {'; '.join(errors[:3])}")
+        errors = self.trial.call(call)
+        self.trial.require(not errors, rule, f"{op}: {'; '.join(errors[:3])}")
 
     @step
     def wind_down(self) -> None:

@@ -120,16 +120,12 @@ def _rows_are_distinct(state: State) -> Iterator[str]:
 def _nodes_hold_their_own_prefix(state: State) -> Iterator[str]:
     if state.cached is None:
         return
-    size, nodes = state.page_size, state.view.nodes
-    seen = set()
-    for index, prefix in state.view.paths():
-        node = nodes[index]
-        if node.device is None:
+    size, seen = state.page_size, set()
+    for index, names in state.view.pages(size):
+        device = state.view.nodes[index].device
+        if device is None:
             continue
-        pages = (node.device[::size] // size).tolist()
-        start = len(prefix) - len(node.key)
-        for k, page in enumerate(pages):
-            name = (node.extra_key, prefix[: start + (k + 1) * size])
+        for name, page in zip(names, (device[::size] // size).tolist(), strict=False):
             seen.add(name)
             if state.cached.get(name) != page:
                 yield (

@@ -19,7 +19,7 @@ from refcache.oracle.driver import Driver, step
 from refcache.oracle.hicache_config import HiCacheConfig
 from refcache.oracle.hicache_driver import HiCacheDriver
 from refcache.oracle.rank_group import RankGroup
-from refcache.oracle.target import Target
+from refcache.oracle.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,27 @@ class RanksConfig(HiCacheConfig):
             raise InvalidArgument("delays=(): expected one entry a rank, at least one")
 
 
-class RankDriver(HiCacheDriver):
-    """One rank. ``answers``: what every call on the cache gave, without slots."""
+class Rank:
+    """One rank. ``answers``: what every call on the cache gave since they were compared, without
+    slots."""
 
-    def __init__(self, target: Target, **config: Any) -> None:
+    def __init__(self, driver: HiCacheDriver) -> None:
+        self.driver = driver
         self.answers: list[tuple[str, Any]] = []
-        super().__init__(target, **config)
-
-    def on_target(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().on_target(function, *args, **kwargs)
-        self.answers.append((getattr(function, "__name__", ""), answer(result)))
-        return result
+        driver.trial.answered = lambda name, result: self.answers.append((name, answer(result)))
 
     def decisions(self) -> dict[str, Any]:
         """Everything that a rank has decided and that the other ranks rely on, by name."""
-        size = self.page_size
+        bench = self.driver.bench
         found: dict[str, Any] = {}
-        view = self.target.inspect(self.tree)
-        for index, prefix in view.paths():
+        view = bench.target.inspect(bench.tree)
+        for index, names in view.pages(bench.page_size):
             node = view.nodes[index]
             tiers = (node.device is not None, node.host is not None)
-            for end in range(len(prefix) - len(node.key), len(prefix), size):
-                page = (node.extra_key, prefix[: end + size])
-                found[f"on the device and on the host, page {page}"] = tiers
-        for req in self.requests:
+            found.update({f"on the device and on the host, page {page}": tiers for page in names})
+        for req in bench.requests:
             found[req.rid] = (req.cache_protected_len, req.computed, req.allocated)
-        found["copies in flight"] = [(t.kind, len(t.handles)) for t in self._host().transfers]
+        found["copies in flight"] = [(t.kind, len(t.handles)) for t in bench.host().transfers]
         for number, (name, given) in enumerate(self.answers):
             found[f"call {number} of the step, {name}"] = given
         self.answers.clear()
@@ -77,39 +72,70 @@ def answer(result: Any) -> Any:
     return getattr(result, "num_tokens_evicted", type(result).__name__)
 
 
+class RanksBench:
+    """The ranks, and what they must agree on.
+
+    Attributes:
+        group: where the ranks meet; ``ranks``: in order.
+    """
+
+    subject = None
+
+    def __init__(self, trial: Trial, config: RanksConfig) -> None:
+        self.trial = trial
+        c = {f.name: getattr(config, f.name) for f in fields(HiCacheConfig)}
+        self.group = RankGroup(len(config.delays))
+
+        def rank(number: int, delay: bool) -> Callable[[], Rank]:
+            more = {"delay": delay, "tp_group": self.group.member(number)}
+            return lambda: Rank(HiCacheDriver(trial.target, **c | more))
+
+        self.ranks = self.group.together([rank(i, d) for i, d in enumerate(config.delays)])
+        self.check()
+
+    def check(self) -> None:
+        """Z2: every rank has decided the same."""
+        first, *others = [rank.decisions() for rank in self.ranks]
+        for number, decisions in enumerate(others, start=1):
+            for name in (*first, *decisions):
+                mine, theirs = first.get(name), decisions.get(name)
+                self.trial.require(
+                    mine == theirs, "Z2", f"{name}: {mine} on rank 0, {theirs} on rank {number}"
+                )
+
+    def choices(self) -> dict[str, Any]:
+        """None: ranks are compared with each other."""
+        return {}
+
+    def describe(self) -> str:
+        """The state of each rank."""
+        return "\n".join(f"rank {i}:\n{r.driver.describe()}" for i, r in enumerate(self.ranks))
+
+
 def _on_every_rank(name: str) -> Callable[..., None]:
     """The step of that name, made by every rank at the same time."""
 
     @functools.wraps(getattr(HiCacheDriver, name))
     def call(self: "RanksDriver", *args: Any, **kwargs: Any) -> None:
         steps = [getattr(rank, name) for rank in self.ranks]
-        self.group.together([functools.partial(one, *args, **kwargs) for one in steps])
+        self.bench.group.together([functools.partial(one, *args, **kwargs) for one in steps])
 
     return step(call)
 
 
 class RanksDriver(Driver):
-    """See the module docstring.
-
-    Attributes:
-        group: where the ranks meet; ``ranks``: their drivers.
-    """
+    """See the module docstring."""
 
     needs = HiCacheDriver.needs | {"ranks"}
     Config = RanksConfig
     config: RanksConfig
+    bench_type = RanksBench
+    bench: RanksBench
 
-    def __init__(self, target: Target, **config: Any) -> None:
-        super().__init__(target, **config)
-        c = {f.name: getattr(self.config, f.name) for f in fields(HiCacheConfig)}
-        self.group = RankGroup(len(self.config.delays))
-
-        def rank(number: int, delay: bool) -> Callable[[], RankDriver]:
-            more = {"delay": delay, "tp_group": self.group.member(number)}
-            return lambda: RankDriver(target, **c | more)
-
-        self.ranks = self.group.together([rank(i, d) for i, d in enumerate(self.config.delays)])
-        self.check()
+    @property
+    def ranks(self) -> list[HiCacheDriver]:
+        """The driver of each rank."""
+        return [rank.driver for rank in self.bench.ranks]
 
     @property
     def requests(self) -> list[Any]:
@@ -144,18 +170,6 @@ class RanksDriver(Driver):
     @step
     def work(self, rank: int, choices: Sequence[int]) -> None:
         """The machine of one rank runs a few launches; the others do not."""
-        one = self.ranks[rank % len(self.ranks)]
-        one.work(choices)
+        one = self.bench.ranks[rank % len(self.ranks)]
+        one.driver.work(choices)
         one.answers.clear()  # its own checks afterwards: the others were not asked
-
-    def check(self) -> None:
-        first, *others = [rank.decisions() for rank in self.ranks]
-        for number, decisions in enumerate(others, start=1):
-            for name in (*first, *decisions):
-                mine, theirs = first.get(name), decisions.get(name)
-                self.require(
-                    mine == theirs, "Z2", f"{name}: {mine} on rank 0, {theirs} on rank {number}"
-                )
-
-    def describe(self) -> str:
-        return "\n".join(f"rank {i}:\n{rank.describe()}" for i, rank in enumerate(self.ranks))

@@ -7,10 +7,10 @@ the cache.
 
 import torch
 
-from refcache.engine.req import Req
 from refcache.engine.scheduler import Scheduler
 from refcache.oracle.invariants import CHECKS, check_state, check_sums
-from refcache.oracle.state import RequestView, State
+from refcache.oracle.scheduler_state import private_tokens, running, state_of
+from refcache.oracle.state import State
 from refcache.oracle.view import inspect_radix
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
 
@@ -41,10 +41,7 @@ class StateCheck:
     def after_step(self) -> None:
         if self.mode == "off":
             return
-        page, private = self.page, 0
-        for req in self.scheduler.live_reqs.values():
-            if req.req_pool_idx is not None:
-                private += -(-req.kv_allocated_len // page) * page - req.cache_protected_len
+        private = private_tokens(self.scheduler)
         evictable, protected = self.tree.evictable_size(), self.tree.protected_size()
         free = self.allocator.available_size()
         check_sums(free, evictable, protected, private, self.allocator.size)
@@ -52,32 +49,27 @@ class StateCheck:
         if self.since >= max(STATE_EVERY, (evictable + protected) // TOKENS_A_STEP):
             self.every_rule()
         elif self.mode == "every":
-            self.ownership(self.running())
+            self.ownership()
 
     def every_rule(self) -> None:
         """Check every rule now; nothing when switched off."""
         if self.mode == "off":
             return
-        running = self.running()
-        self.ownership(running)
-        check_state(self.state(running), [rule for rule in CHECKS if rule not in OWNERSHIP])
+        self.ownership()
+        check_state(self.state(), [rule for rule in CHECKS if rule not in OWNERSHIP])
         self.checked += 1
         self.since = 0
 
-    def running(self) -> list[Req]:
-        """The requests that have a row."""
-        return [r for r in self.scheduler.live_reqs.values() if r.req_pool_idx is not None]
-
-    def ownership(self, running: list[Req]) -> None:
+    def ownership(self) -> None:
         """P0 and P1: lists, which name the page, only when the mask says that something is off."""
-        if not self.one_owner_each(running):
-            check_state(self.state(running), OWNERSHIP)
+        if not self.one_owner_each():
+            check_state(self.state(), OWNERSHIP)
 
-    def one_owner_each(self, running: list[Req]) -> bool:
+    def one_owner_each(self) -> bool:
         """Whether every page has exactly one owner: free, the tree, or one request."""
         table, page = self.scheduler.req_to_token_pool.req_to_token, self.page
         slots = [node.value[::page] for node in self.tree.nodes() if node.value is not None]
-        for req in running:
+        for req in running(self.scheduler):
             own = table[req.req_pool_idx, req.cache_protected_len : req.kv_allocated_len : page]
             slots.append(own.long())
         owners = [self.allocator.free_pages, self.allocator.release_pages]
@@ -103,22 +95,13 @@ class StateCheck:
             copies += self.tree.ongoing_write_through.values()
         return [nodes[-1] for nodes in copies]
 
-    def state(self, running: list[Req]) -> State:
-        table, page = self.scheduler.req_to_token_pool.req_to_token, self.page
-        return State(
-            view=inspect_radix(self.tree, lambda key: key.child_key(page)),
-            page_size=page,
-            pages=self.allocator.num_pages,
-            free=torch.cat([self.allocator.free_pages, self.allocator.release_pages]),
-            holders=[r.last_node for r in running] + self.transfer_holders(),
-            requests=[
-                RequestView(
-                    name=f"request {r.rid}",
-                    row=table[r.req_pool_idx, : r.kv_allocated_len],
-                    cache_protected_len=r.cache_protected_len,
-                    last_node=r.last_node,
-                    row_number=r.req_pool_idx,
-                )
-                for r in running
-            ],
+    def state(self) -> State:
+        """What the rules about a state look at."""
+        page = self.page
+        return state_of(
+            self.scheduler,
+            inspect_radix(self.tree, lambda key: key.child_key(page)),
+            self.allocator.num_pages,
+            torch.cat([self.allocator.free_pages, self.allocator.release_pages]),
+            holders=self.transfer_holders(),
         )

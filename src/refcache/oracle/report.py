@@ -140,9 +140,8 @@ def _run_again(
     try:
         exec("\n".join([*imports, program[0]]), names)
         driver: Driver = names["d"]
-        subject = getattr(driver, "tree", None) or getattr(driver, "subject", None)
-        if subject is not None:
-            recorder = record(subject, trace)
+        if driver.subject is not None:
+            recorder = record(driver.subject, trace)
         for line in program[1:]:
             before = driver.describe()
             exec(line, names)

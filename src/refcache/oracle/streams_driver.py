@@ -60,7 +60,7 @@ class StreamsDriver(Driver):
         """Run the program of an edge in one order."""
         chosen = edge(name)
         removed = self.config.without_edge == name
-        machine = self.on_target(chosen.run, drawn(choices), removed)
+        machine = self.trial.call(chosen.run, drawn(choices), removed)
         for report in machine.tracker.reports if machine.tracker else ():
             missing = f"edge {name} ({chosen.sentence}): " if removed else ""
             raise Violation("X5", f"{missing}{report}")
@@ -70,7 +70,7 @@ class StreamsDriver(Driver):
         """Run the program of an edge in every order its launches can have."""
         chosen = edge(name)
         removed = self.config.without_edge == name
-        for reports in self.on_target(chosen.orders, removed):
+        for reports in self.trial.call(chosen.orders, removed):
             if reports:
                 missing = f"edge {name} ({chosen.sentence}): " if removed else ""
                 raise Violation("X5", f"{missing}{reports[0]}")
@@ -100,7 +100,7 @@ class StreamsDriver(Driver):
             hicache_write_policy=write_policy,
         )
         model = ModelConfig(num_hidden_layers=2, vocab_size=VOCAB)
-        scheduler = self.on_target(Scheduler, args, model, runtime=machine)
+        scheduler = self.trial.call(Scheduler, args, model, runtime=machine)
         scheduler.tree_cache.load_back_threshold = 1
         for i, tokens in enumerate(prompts):
             scheduler.submit(TokenizedGenerateReqInput(f"r{i}", tokens, SamplingParams(outputs)))
@@ -112,12 +112,14 @@ class StreamsDriver(Driver):
             if self._ordered(scheduler.step) is None:
                 self._ordered(machine.synchronize)
         self._ordered(machine.synchronize)
-        self.require(scheduler.is_idle(), "PROGRESS", f"requests are left after {MAX_STEPS} steps")
+        self.trial.require(
+            scheduler.is_idle(), "PROGRESS", f"requests are left after {MAX_STEPS} steps"
+        )
         for req in scheduler.finished_reqs:
             prompt = list(req.origin_input_ids)
             expected = prompt + greedy(prompt, outputs, VOCAB)
             seen = [*prompt, *req.output_ids]
-            self.require(
+            self.trial.require(
                 seen == expected, "C-READ", f"{req.rid} answered {seen}, expected {expected}"
             )
 
@@ -132,7 +134,7 @@ class StreamsDriver(Driver):
             except ContentViolation as error:
                 raise Violation("C-READ", str(error)) from error
 
-        return self.on_target(call)
+        return self.trial.call(call)
 
     def wind_down(self) -> None:
         """Every step ends what it began."""

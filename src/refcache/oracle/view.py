@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+PagePrefix = tuple[str | None, tuple[Any, ...]]
+"""A namespace, and the elements (tokens or pairs) up to the end of a page."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
@@ -69,6 +72,14 @@ class TreeView:
             above = prefixes[node.parent] if node.parent >= 0 else ()
             prefixes.append(above + tuple(node.key))
             yield index, prefixes[-1]
+
+    def pages(self, page_size: int) -> Iterator[tuple[int, list[PagePrefix]]]:
+        """Each node's index with the prefixes that its pages stand for, in order: page ``k`` is in
+        slots ``k * page_size ...`` of the node, on either tier."""
+        for index, prefix in self.paths():
+            node = self.nodes[index]
+            ends = range(len(prefix) - len(node.key) + page_size, len(prefix) + 1, page_size)
+            yield index, [(node.extra_key, prefix[:end]) for end in ends]
 
 
 def walk(

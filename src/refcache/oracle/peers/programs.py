@@ -203,8 +203,8 @@ def _b13d(d: AllocatorDriver) -> None:
 def _b19(d: HiCacheDriver) -> None:
     _run(d, (1, 2, 3))
     d.log += ["d.tree.reset()", "d.allocator.clear()"]
-    d.on_target(d.tree.reset)
-    d.on_target(d.allocator.clear)
+    d.trial.call(d.tree.reset)
+    d.trial.call(d.allocator.clear)
     free, size = len(d.target.inspect_host(d.tree).free), d.config.host_size
     if d.machine.runnable() and free == size:
         raise Violation(
@@ -227,8 +227,8 @@ def _b23(d: Any) -> None:
     d.check = lambda: None
     _run(d, (2, 2, 2, 2))
     d.log.append("d.tree.evict(EvictParams(num_tokens=4))  # may free nothing, must not raise")
-    d.ledger.may_free = d.ledger.only_unlocked
-    d.on_target(d.tree.evict, d.target.EvictParams(num_tokens=4))
+    with d.ledger.permits(d.ledger.only_unlocked):
+        d.trial.call(d.tree.evict, d.target.EvictParams(num_tokens=4))
 
 
 @case(

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from refcache.errors import InvalidTrace
+from refcache.oracle.ledger import Freed
 from refcache.oracle.trace import format as f
 from refcache.oracle.trace.file import TraceReader
 from refcache.oracle.trace.host_rules import HostRules
@@ -103,7 +104,7 @@ class Judge(PoolRules, TreeRules, HostRules):
         self.n = line.n
         call = line.call
         self.device.at = self.host.at = f"record {line.n} {op_of(call)}"
-        self.device.freed, self.host.freed = [], []
+        self.device.freed, self.host.freed = Freed(), Freed()
         self.device.dropped, self.host.dropped = [], []
         self.loaded = []
         self.device.gaps = self.host.gaps = self.header.excerpt and line.after is None

@@ -97,14 +97,15 @@ class History(Ledger):
                 self.left(owner)
         self.dropped.clear()
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Iterable[int]) -> bool:
         pages = [page for page in pages if page in self.owner or not self.gaps]
         owners = [self.owner.get(page) for page in pages]
-        super().release(pages)
+        freed = super().release(pages)
         for page, owner in zip(pages, owners, strict=True):
             self._tell(page, "freed it")
             if isinstance(owner, tuple):
                 self.left(owner)
+        return freed
 
     def left(self, prefix: Prefix) -> None:
         """A prefix is no longer in this tier."""

@@ -217,7 +217,7 @@ class TreeRules(Rules):
         return whole[0], whole[1][: call.cache_protected_len]
 
     def _settle(self, call: Any, whole: Prefix, row: f.Slots, insert: bool) -> None:
-        freed = set(self.device.freed)
+        freed = set(self.device.freed.pages)
         known = len(self.device.longest(whole)[1])
         due = set(self.pages_of(row[call.cache_protected_len : known]))
         if isinstance(call, f.CacheFinishedReq):
