@@ -10,7 +10,7 @@ import torch
 import refcache
 from refcache.keys import RadixKey
 from refcache.oracle import CacheConfig, resolve
-from refcache.oracle.trace import judge_trace
+from refcache.trace import judge_trace
 from refcache.types import InsertParams, MatchPrefixParams
 
 

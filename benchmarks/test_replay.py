@@ -1,6 +1,6 @@
 """Replays of the public conversation trace, each with its target: time and peak memory.
 
-Every replay checks itself while it runs (see ``refcache.oracle.replay``), so a time is printed only
+Every replay checks itself while it runs (see ``refcache.replay.loop``), so a time is printed only
 for a run without a violation. Each runs in a process of its own, on one core, or its peak memory
 would be that of the largest before it.
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from refcache.oracle.replay import replay
-from refcache.oracle.replay_config import ReplayConfig
 from refcache.readers import read_requests
+from refcache.replay.config import ReplayConfig
+from refcache.replay.loop import replay
 
 GB = 1 << 30
 

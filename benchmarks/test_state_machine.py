@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from refcache.oracle import HiCacheDriver, resolve
-from refcache.testing.hicache_machine import HiCacheMachine
-from refcache.testing.machine import Tally, machine_for
-from refcache.testing.strategies import hicache_configs
+from refcache.testing.machines.base import Tally, machine_for
+from refcache.testing.machines.hicache import HiCacheMachine
+from refcache.testing.machines.strategies import hicache_configs
 
 TARGET = 500
 COUNTED = 10_000

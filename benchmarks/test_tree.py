@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from refcache.oracle import CacheConfig, resolve
-from refcache.oracle.replay_parts import prompt_of
 from refcache.readers import read_requests
+from refcache.replay.parts import prompt_of
 
 PAGE, CAPACITY = 64, 3_000_000
 HITS, EVICTED = 20_257_216, 121_177_472
@@ -41,7 +41,7 @@ def trace_path() -> Path:
 def target_of(name: str) -> Any:
     if name == "refcache":
         return resolve(name)
-    from refcache.oracle.peers import peer_target, unpacked
+    from refcache.peers import peer_target, unpacked
 
     if name.partition(":")[2] not in unpacked():
         pytest.skip(f"{name} is not unpacked here; `make peers` does")

@@ -12,10 +12,10 @@ from collections import Counter
 import peers
 
 from refcache.oracle import HiCacheDriver, resolve
-from refcache.oracle.hicache_bench import HiCacheBench
+from refcache.oracle.drivers.hicache.bench import HiCacheBench
 from refcache.runtime import RaceFound
 from refcache.testing import run
-from refcache.testing.hicache_machine import HiCacheMachine
+from refcache.testing.machines.hicache import HiCacheMachine
 from refcache.testing.registry import SUITES, Suite
 from refcache.types import WRITE_POLICIES
 

@@ -19,11 +19,11 @@ from typing import Any
 from hypothesis.stateful import initialize
 
 from refcache.oracle import HiCacheDriver, resolve
-from refcache.oracle.peers import VERSIONS, engine
+from refcache.peers import VERSIONS, engine
 from refcache.testing import run
-from refcache.testing.hicache_machine import HiCacheMachine
+from refcache.testing.machines.hicache import HiCacheMachine
+from refcache.testing.machines.strategies import hicache_configs
 from refcache.testing.registry import SUITES, Suite
-from refcache.testing.strategies import hicache_configs
 from refcache.types import WRITE_POLICIES
 
 ONE_TIER = ("allocator.state", "allocator.misuse", "tree.state", "tree.misuse")

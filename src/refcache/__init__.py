@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """``refcache.record`` is :func:`refcache.oracle.trace.record.record`, imported at first use."""
+    """``refcache.record`` is :func:`refcache.trace.record.record`, imported at first use."""
     if name == "record":
-        return importlib.import_module("refcache.oracle.trace.record").record
+        return importlib.import_module("refcache.trace.record").record
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

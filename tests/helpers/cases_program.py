@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from refcache.cli.workers import Run
 from refcache.testing.campaign import Plan, one_run
-from refcache.testing.machine import DriverMachine
+from refcache.testing.machines.base import DriverMachine
 from refcache.testing.registry import SUITES
 
 drawn: dict[str, Any] = {}

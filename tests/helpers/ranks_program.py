@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
 from refcache.oracle import HiCacheDriver, resolve
-from refcache.oracle.ranks_driver import Rank
+from refcache.oracle.drivers.ranks.driver import Rank
 from refcache.runtime import SimulatedRuntime, Tracker
 from refcache.tree.consensus import ProcessGroupConsensus, SingleRank
 from refcache.types import WRITE_POLICIES, ServerArgs

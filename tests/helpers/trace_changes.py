@@ -12,9 +12,9 @@ import msgspec
 
 import refcache
 from refcache.oracle import HiCacheDriver, TreeDriver
-from refcache.oracle.trace import format as f
-from refcache.oracle.trace.events import BlockRemoved
-from refcache.oracle.trace.judge import Judge, judge_lines
+from refcache.trace import format as f
+from refcache.trace.events import BlockRemoved
+from refcache.trace.judge import Judge, judge_lines
 
 PAGE = 2
 Trace = tuple[f.Header, list[f.Line]]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from refcache.oracle import HiCacheDriver, TreeDriver, Violation, resolve
-from refcache.oracle.ledger import Ledger
-from refcache.oracle.violation import without_rules
+from refcache.oracle.ledger.ledger import Ledger
+from refcache.oracle.rules.violation import without_rules
 from refcache.types import EvictParams, EvictResult
 
 Fault = Callable[[Any], None]

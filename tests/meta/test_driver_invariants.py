@@ -26,12 +26,12 @@ from refcache.oracle import (
     Violation,
     resolve,
 )
-from refcache.oracle.event_check import EventReplay
-from refcache.oracle.ledger import Ledger
-from refcache.oracle.ops_target import OpsTarget
+from refcache.oracle.ledger.ledger import Ledger
 from refcache.oracle.planted import PlantedBug, find
-from refcache.oracle.torch_settings import torch_settings
-from refcache.oracle.violation import without_rules
+from refcache.oracle.program.torch_settings import torch_settings
+from refcache.oracle.rules.events import EventReplay
+from refcache.oracle.rules.violation import without_rules
+from refcache.oracle.target.ops import OpsTarget
 from refcache.reference.alloc_cases import AllocCase
 from refcache.reference.cases import TransferCase
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from refcache.oracle import CHECKS, NodeView, RequestView, State, TreeView, Violation, violations
-from refcache.oracle.host_invariants import HOST_CHECKS, HostState, InFlight, check_host_state
-from refcache.oracle.host_view import HostNodeView, HostView, TransferView
-from refcache.oracle.violation import without_rules
+from refcache.oracle.rules.host import HOST_CHECKS, HostState, InFlight, check_host_state
+from refcache.oracle.rules.violation import without_rules
+from refcache.oracle.view.host import HostNodeView, HostView, TransferView
 
 Change = Callable[[HostState], HostState]
 

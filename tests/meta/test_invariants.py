@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from refcache.oracle import CHECKS, NodeView, RequestView, State, TreeView, Violation, violations
-from refcache.oracle.page_invariants import _out_of_page
+from refcache.oracle.rules.pages import _out_of_page
 
 
 def node(

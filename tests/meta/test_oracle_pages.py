@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from refcache.oracle import Violation, resolve
-from refcache.oracle.target import CAPABILITIES
+from refcache.oracle.target.base import CAPABILITIES
 from refcache.testing import SUITES, run_suite
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,11 @@ import pytest
 
 import refcache
 import trace_changes as changes
-from refcache.oracle import HiCacheDriver, TreeDriver, peers, resolve
-from refcache.oracle.trace.file import read_trace
-from refcache.oracle.trace.judge import judge_lines, judge_trace
-from refcache.oracle.trace.shrink import shrink_lines
+from refcache import peers
+from refcache.oracle import HiCacheDriver, TreeDriver, resolve
+from refcache.trace.file import read_trace
+from refcache.trace.judge import judge_lines, judge_trace
+from refcache.trace.shrink import shrink_lines
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 SIX = (

@@ -13,15 +13,15 @@ import pytest
 
 from refcache.errors import InvalidArgument, MissingExtra
 from refcache.oracle import resolve
-from refcache.oracle.peers import VERSIONS, engine
-from refcache.oracle.peers.track_record import CASES, page, reproduce
+from refcache.peers import VERSIONS, engine
+from refcache.peers.track_record import CASES, page, reproduce
 
 ROOT = Path(__file__).parents[2]
 
 INSPECT = """
 import json, sys
 from refcache.oracle import resolve
-from refcache.oracle.peers import standins
+from refcache.peers import standins
 resolve("sglang:" + sys.argv[1])
 trial = {n: m for n, m in sys.modules.items() if standins.is_on_trial(n)}
 print(json.dumps({
@@ -82,7 +82,7 @@ def test_what_the_cache_itself_takes_from_stand_ins() -> None:
 def outcomes() -> dict[str, dict[str, str]]:
     if "0.5.10" not in engine.unpacked():
         pytest.skip("sglang 0.5.10 is not unpacked: make peers")
-    ran = python("-m", "refcache.oracle.peers.track_record", "all", "sglang:0.5.10")
+    ran = python("-m", "refcache.peers.track_record", "all", "sglang:0.5.10")
     assert ran.returncode == 0, ran.stderr
     seen: dict[str, dict[str, str]] = json.loads(ran.stdout.splitlines()[-1])
     return seen
@@ -152,7 +152,7 @@ def test_the_state_suite_is_silent_on_correct_code(policy: str, part: int) -> No
 CORES = """
 import sys
 from refcache.oracle import HiCacheDriver, Violation, resolve
-from refcache.oracle.peers import cores
+from refcache.peers import cores
 target = resolve("sglang:0.5.23+rust")
 d = HiCacheDriver(target, size=16, host_size=40)
 core = d.tree.tree_core

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from refcache.oracle import Violation, resolve
-from refcache.oracle.driver import Driver, step
-from refcache.oracle.hicache_config import HiCacheConfig
-from refcache.oracle.shrink import shrink
+from refcache.oracle.program.driver import Driver, step
+from refcache.oracle.program.shrink import shrink
+from refcache.oracle.target.config import HiCacheConfig
 
 
 class Sums(Driver):

@@ -10,10 +10,10 @@ from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import NaiveAllocator, NaiveTarget, Target, Violation, resolve
 from refcache.oracle.planted import find
-from refcache.oracle.violation import without_rules
+from refcache.oracle.rules.violation import without_rules
 from refcache.testing import list_suites, run_suite
-from refcache.testing.machine import machine_for
-from refcache.testing.tree_machine import TreeMachine
+from refcache.testing.machines.base import machine_for
+from refcache.testing.machines.tree import TreeMachine
 
 
 class OnlyAllocator(Target):
@@ -136,7 +136,7 @@ def test_cases_are_fresh_draws() -> None:
         ("no.such.module:factory", "does not import"),
         ("refcache.oracle:NoSuchTarget", "has no factory"),
         ("refcache.oracle:SENTENCES", "has no factory"),
-        ("refcache.oracle.catalog:sentence", "no factory, which takes no argument"),
+        ("refcache.oracle.rules.catalog:sentence", "no factory, which takes no argument"),
         ("refcache.types:LogicalClock", "expected a refcache.oracle.Target"),
     ],
 )

@@ -3,10 +3,10 @@
 import pytest
 
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
-from refcache.engine.model_config import get_attention_tp_size
+from refcache.engine.models.config import get_attention_tp_size
 from refcache.errors import InvalidArgument
 from refcache.oracle import Violation
-from refcache.oracle.rank_group import RankGroup
+from refcache.oracle.drivers.ranks.group import RankGroup
 from refcache.runtime import SimulatedRuntime, Tracker, eager, lazy
 from refcache.tags import greedy
 from refcache.tree.consensus import SingleRank

@@ -3,7 +3,7 @@
 import pytest
 
 from refcache.errors import UnknownName
-from refcache.oracle.edges import EDGES, edge
+from refcache.oracle.drivers.streams.edges import EDGES, edge
 from refcache.runtime import RaceFound, drawn, eager, lazy
 
 # What `--without-edge list` prints.

@@ -3,7 +3,7 @@
 A workload is a small conversation: prompts that share prefixes or go on from what another request
 has said so far, steps in between, now and then an abort or a retraction, on pools so small that
 most admissions evict. Every logit that a forward computes is compared with
-:meth:`~refcache.engine.transformer.Transformer.recompute` of that request's tokens.
+:meth:`~refcache.engine.models.transformer.Transformer.recompute` of that request's tokens.
 
 The control then runs the same workload again and negates one element of one row that the cache gave
 to a request (one that was loaded from the host, if any was), just before the request's attention
@@ -32,17 +32,17 @@ from refcache.engine import (
     SchedulerObserver,
     TokenizedGenerateReqInput,
 )
-from refcache.engine.attention import AttentionBackend
+from refcache.engine.models.attention import AttentionBackend
+from refcache.engine.models.transformer import Transformer, make_transformer
 from refcache.engine.schedule_batch import ModelWorkerBatch
-from refcache.engine.transformer import Transformer, make_transformer
 from refcache.events import MEDIUM_GPU, BlockRemoved
 from refcache.reference import LAYOUTS
 from refcache.runtime import Runtime
-from refcache.runtime.drivers import drawn
 from refcache.runtime.immediate import ImmediateRuntime
-from refcache.runtime.simulated import SimulatedRuntime
-from refcache.runtime.tracker import Tracker
-from refcache.testing.strategies import PAGE_SIZES, namespaces, priorities, prompts
+from refcache.runtime.simulated.choices import drawn
+from refcache.runtime.simulated.machine import SimulatedRuntime
+from refcache.runtime.simulated.tracker import Tracker
+from refcache.testing.machines.strategies import PAGE_SIZES, namespaces, priorities, prompts
 from refcache.tree import RadixCache
 from refcache.tree.hiradix_cache import HiRadixCache
 from refcache.types import (

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from refcache.engine import ModelConfig
-from refcache.engine.transformer import Transformer
-from refcache.engine.transformer_math import attend, left_sum, linear, rms_norm, rope, rope_table
+from refcache.engine.models.transformer import Transformer
+from refcache.engine.models.transformer_math import (
+    attend,
+    left_sum,
+    linear,
+    rms_norm,
+    rope,
+    rope_table,
+)
 from refcache.errors import InvalidArgument
 from refcache.pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from refcache.runtime.immediate import ImmediateRuntime

@@ -16,9 +16,9 @@ from environment import environment
 from refcache import reference
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
-from refcache.oracle.ops_target import OpsTarget, address_tables, ops_target, without_cap
-from refcache.oracle.shrink import simpler_values
-from refcache.oracle.target import Target
+from refcache.oracle.program.shrink import simpler_values
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.ops import OpsTarget, address_tables, ops_target, without_cap
 from refcache.reference import cases
 from refcache.reference.alloc_cases import AllocCase, random_alloc_case
 from refcache.testing import run_suite

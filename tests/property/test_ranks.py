@@ -14,8 +14,8 @@ from ranks_program import decided, scheduler_of
 from refcache.engine import SamplingParams, TokenizedGenerateReqInput
 from refcache.errors import InvalidArgument
 from refcache.oracle import RanksDriver, Violation, resolve
+from refcache.oracle.drivers.ranks.group import RankGroup
 from refcache.oracle.planted import all_bugs, find
-from refcache.oracle.rank_group import RankGroup
 from refcache.runtime import drawn, eager, lazy
 from refcache.testing import hunt, run_suite
 from refcache.tree.consensus import SingleRank, consensus_of

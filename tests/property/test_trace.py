@@ -13,10 +13,10 @@ import refcache
 from refcache.errors import InvalidArgument, InvalidTrace
 from refcache.oracle import HiCacheDriver, TreeDriver, Violation, resolve
 from refcache.oracle.planted import find
-from refcache.oracle.trace import format as f
-from refcache.oracle.trace.file import TraceReader, read_trace, write_trace
-from refcache.oracle.trace.judge import judge_lines, judge_trace
-from refcache.oracle.trace.shrink import numbers, shrink_lines, shrink_trace
+from refcache.trace import format as f
+from refcache.trace.file import TraceReader, read_trace, write_trace
+from refcache.trace.judge import judge_lines, judge_trace
+from refcache.trace.shrink import numbers, shrink_lines, shrink_trace
 from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 from trace_changes import (
     ILLEGAL,
@@ -121,7 +121,7 @@ def test_a_failing_trace_shrinks_to_ten_records(trace: Trace, alter: Alteration)
 def sglang(path: Path) -> None:
     """A published release, where ``make peers`` has unpacked it. Page size 1: with larger pages
     0.5.10's kernel reads past its free list, and may take the interpreter with it."""
-    peers = pytest.importorskip("refcache.oracle.peers")
+    peers = pytest.importorskip("refcache.peers")
     if "0.5.10" not in peers.unpacked():
         pytest.skip("sglang 0.5.10 is not unpacked: make peers")
     driver = TreeDriver(peers.peer_target("sglang:0.5.10"), page_size=1, size=24)

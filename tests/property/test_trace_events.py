@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from refcache.errors import InvalidTrace
-from refcache.oracle.trace import judge_events, judge_file
+from refcache.trace import judge_events, judge_file
 
 STORED = {"type": "BlockStored", "block_hashes": [1], "token_ids": [5, 6], "block_size": 2}
 CHILD = {**STORED, "block_hashes": [2], "parent_block_hash": 1, "token_ids": [7, 8]}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refcache.oracle import TreeDriver, resolve
-from refcache.testing.strategies import PAGE_SIZES, index, namespaces, prompts, token
+from refcache.testing.machines.strategies import PAGE_SIZES, index, namespaces, prompts, token
 
 calls = st.one_of(
     st.tuples(st.just("admit"), prompts, namespaces),

@@ -17,8 +17,8 @@ import pytest
 
 from environment import environment
 from refcache.errors import InvalidArgument
-from refcache.oracle.trace import judge_trace
 from refcache.testing import campaign as c
+from refcache.trace import judge_trace
 
 BROKEN = '''
 from refcache.oracle import NaiveAllocator, NaiveTarget

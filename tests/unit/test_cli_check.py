@@ -286,7 +286,7 @@ def test_an_edge_of_a_target_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "edge_target.py").write_text(
-        "from refcache.oracle.targets import RefcacheTarget\n\n"
+        "from refcache.oracle.target.reference import RefcacheTarget\n\n"
         "print('a word of the target')\n\n\n"
         "class Mine(RefcacheTarget):\n    pass\n"
     )

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import refcache.oracle.replay
+import refcache.replay.loop
 from command_line import refused
 from refcache.cli.main import main
 from refcache.oracle import Violation
-from refcache.oracle.workload import prefix_bound, synthesize
 from refcache.readers import TraceRequest, write_requests
+from refcache.replay.workload import prefix_bound, synthesize
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_violation(
     def breaks(*args: object) -> None:
         raise Violation("P1", "page 3 has two owners")
 
-    monkeypatch.setattr(refcache.oracle.replay, "replay", breaks)
+    monkeypatch.setattr(refcache.replay.loop, "replay", breaks)
     assert main(["replay", str(trace)]) == 1
     assert "P1: page 3 has two owners" in capsys.readouterr().out
     found = result_of([str(trace)], capsys, code=1)

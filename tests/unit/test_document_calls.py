@@ -14,8 +14,8 @@ from refcache.engine import (
     Scheduler,
     TokenizedGenerateReqInput,
 )
-from refcache.engine.model import TagModel
 from refcache.engine.model_runner import MemoryPoolConfig, ModelRunner, make_model
+from refcache.engine.models.model import TagModel
 from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased, NotIdle, UnknownName
 from refcache.pool import MHATokenToKVPool, ReqToTokenPool, host_pool_for
 from refcache.runtime import RaceFound, SimulatedRuntime, Tracker, eager, lazy

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.oracle import Violation, replay_parts, replay_state
-from refcache.oracle.replay import replay
-from refcache.oracle.replay_config import ReplayConfig
-from refcache.oracle.replay_parts import CountingRadixCache, prompt_of
-from refcache.oracle.replay_tree import replay_tree
-from refcache.oracle.workload import synthesize
+from refcache.oracle import Violation
 from refcache.readers import TraceRequest, read_requests
+from refcache.replay import parts as replay_parts
+from refcache.replay import state as replay_state
+from refcache.replay.config import ReplayConfig
+from refcache.replay.loop import replay
+from refcache.replay.parts import CountingRadixCache, prompt_of
+from refcache.replay.tree import replay_tree
+from refcache.replay.workload import synthesize
 
 POLICIES = {
     "lru": (20_257_216, 121_177_472),

@@ -105,9 +105,9 @@ class Missing:
 sys.modules["triton"] = None
 sys.meta_path.insert(0, Missing())
 warnings.simplefilter("ignore")  # torch says that numpy is not there
-from refcache.oracle.replay import replay
-from refcache.oracle.replay_config import ReplayConfig
-from refcache.oracle.workload import synthesize
+from refcache.replay.loop import replay
+from refcache.replay.config import ReplayConfig
+from refcache.replay.workload import synthesize
 from refcache.testing import run_suite
 from refcache.oracle import resolve
 config = ReplayConfig(device_tokens=16384, host_ratio=2, check="every")

@@ -10,9 +10,9 @@ import zstandard
 from command_line import refused
 from refcache.cli.main import main
 from refcache.errors import InvalidTrace, UnknownName
-from refcache.oracle.workload import prefix_bound
 from refcache.readers import RequestTrace, TraceRequest, read_requests, write_requests
 from refcache.readers.trace_request import max_id
+from refcache.replay.workload import prefix_bound
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n"

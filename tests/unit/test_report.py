@@ -9,8 +9,8 @@ import pytest
 
 from environment import environment
 from refcache.errors import InvalidArgument
-from refcache.oracle.report import write_failure
-from refcache.oracle.trace import judge_trace
+from refcache.testing.report import write_failure
+from refcache.trace import judge_trace
 
 BROKEN = '''
 from refcache.oracle import NaiveAllocator, NaiveTarget

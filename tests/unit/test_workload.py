@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from refcache.errors import InvalidArgument, InvalidTrace
-from refcache.oracle.workload import prefix_bound, synthesize
 from refcache.readers import BLOCK, TraceRequest, read_requests, write_requests
+from refcache.replay.workload import prefix_bound, synthesize
 
 FIRST = {"timestamp": 5, "input_length": 1025, "output_length": 3, "hash_ids": [0, 1, 2]}
 

@@ -63,8 +63,8 @@ def check(
     if without_edge is not None:
         return _without_edge(target, without_edge)
     from refcache.oracle import resolve
-    from refcache.oracle.exact import DEFAULT_PROFILE, check_profile
     from refcache.oracle.planted import all_bugs, find
+    from refcache.oracle.program.exact import DEFAULT_PROFILE, check_profile
     from refcache.testing import list_suites
     from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES
     from refcache.testing.xfails import Xfails, read_xfails
@@ -138,7 +138,7 @@ def _lines(result: Any) -> Iterator[str]:
 def _without_edge(target: str, name: str) -> int:
     """Run the program of one ordering edge without it; 1 when it is reported, 3 when not."""
     from refcache.oracle import StreamsDriver, Violation, resolve
-    from refcache.oracle.edges import EDGES
+    from refcache.oracle.drivers.streams.edges import EDGES
     from refcache.testing.run import explain
 
     if name == "list":

@@ -21,7 +21,7 @@ def judge(
     Names the first record that no legal cache could have produced, and why. A damaged file is
     judged up to the damage.
     """
-    from refcache.oracle.trace import judge_file
+    from refcache.trace import judge_file
 
     verdict = judge_file(trace)
     print(json.dumps(asdict(verdict), indent=2) if as_json else verdict)

@@ -11,8 +11,8 @@ import typer
 
 from refcache.cli.console import progress
 from refcache.errors import InvalidArgument
-from refcache.oracle.workload import PrefixBound, prefix_bound
 from refcache.readers import RequestTrace, read_requests
+from refcache.replay.workload import PrefixBound, prefix_bound
 
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="The trace's form, instead of recognising it.")
@@ -56,8 +56,8 @@ def replay(
     import torch
 
     from refcache.oracle import Violation
-    from refcache.oracle.replay import replay as run
-    from refcache.oracle.replay_config import ReplayConfig
+    from refcache.replay.config import ReplayConfig
+    from refcache.replay.loop import replay as run
 
     config = ReplayConfig(
         page_size=page_size,

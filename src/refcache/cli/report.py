@@ -1,6 +1,6 @@
 """The folder that ``refcache check --report`` writes.
 
-Each violation has a folder, as :mod:`refcache.oracle.report` writes it. ``verdict.json`` (what
+Each violation has a folder, as :mod:`refcache.testing.report` writes it. ``verdict.json`` (what
 ``--json`` prints) comes last, so a report that has it is whole; each of its failing rows names its
 folder.
 """
@@ -48,7 +48,7 @@ def write(folder: Path, verdict: dict[str, Any], results: Sequence[Any]) -> None
     Raises:
         InvalidArgument: it cannot be written.
     """
-    from refcache.oracle.report import failure_name, write_failure
+    from refcache.testing.report import failure_name, write_failure
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ def shrink(
     ] = None,
 ) -> int:
     """Write the smallest part of a failing trace that still shows the violation."""
-    from refcache.oracle.trace import shrink_trace
+    from refcache.trace import shrink_trace
 
     ending = ".jsonl.zst" if trace.name.endswith(".zst") else ".jsonl"
     small = out or Path(str(trace).removesuffix(ending) + ".small" + ending)

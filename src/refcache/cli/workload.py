@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from refcache.oracle.workload import prefix_bound, synthesize
 from refcache.readers import write_requests
+from refcache.replay.workload import prefix_bound, synthesize
 
 
 def workload(

@@ -1,6 +1,9 @@
 """The serving loop: ModelRunner, Scheduler and what they are made of, with a stand-in model."""
 
-from refcache.engine.content import (
+from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
+from refcache.engine.model_runner import ModelRunner
+from refcache.engine.models.config import ModelConfig
+from refcache.engine.models.content import (
     ContentViolation,
     RowCheck,
     SampledRows,
@@ -8,9 +11,6 @@ from refcache.engine.content import (
     read_every_row,
     read_nothing,
 )
-from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
-from refcache.engine.model_config import ModelConfig
-from refcache.engine.model_runner import ModelRunner
 from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, FINISH_LENGTH, FINISH_MATCHED_TOKEN, Req
 from refcache.engine.schedule_batch import ForwardMode, ModelWorkerBatch, ScheduleBatch

@@ -10,16 +10,16 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from refcache.engine.attention import AttentionBackend
-from refcache.engine.content import ReadPlan, RowCheck, TagLedger
-from refcache.engine.model import TagModel
-from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner_kv_cache_mixin import (
     MakeAllocator,
     MemoryPoolConfig,
     ModelRunnerKVCacheMixin,
     get_available_gpu_memory,
 )
+from refcache.engine.models.attention import AttentionBackend
+from refcache.engine.models.config import ModelConfig
+from refcache.engine.models.content import ReadPlan, RowCheck, TagLedger
+from refcache.engine.models.model import TagModel
 from refcache.engine.schedule_batch import ModelWorkerBatch
 from refcache.runtime import Event, ImmediateRuntime, Runtime
 from refcache.types import ServerArgs

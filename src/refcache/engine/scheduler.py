@@ -21,10 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from refcache.engine.batching import SchedulerBatchingMixin
-from refcache.engine.content import RowCheck
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
-from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import (
     MakeAllocator,
     MakeModel,
@@ -32,6 +30,8 @@ from refcache.engine.model_runner import (
     make_allocator,
     make_model,
 )
+from refcache.engine.models.config import ModelConfig
+from refcache.engine.models.content import RowCheck
 from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, Req
 from refcache.engine.schedule_batch import ScheduleBatch

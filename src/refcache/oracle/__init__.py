@@ -4,25 +4,25 @@ Everything a printed program needs is imported from here, whatever module it liv
 interfaces only and never imports Hypothesis; :mod:`refcache.testing` adds that.
 """
 
-from refcache.oracle.allocator_driver import AllocatorDriver
-from refcache.oracle.catalog import SENTENCES
-from refcache.oracle.driver import Driver
-from refcache.oracle.hicache_config import HiCacheConfig, HiCacheParts
-from refcache.oracle.hicache_driver import HiCacheDriver
-from refcache.oracle.invariants import CHECKS, check_state, violations
-from refcache.oracle.loop_driver import LoopDriver
-from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
-from refcache.oracle.naive import NaiveTarget, NaiveTree
-from refcache.oracle.naive_allocator import NaiveAllocator
-from refcache.oracle.ops_driver import OpsDriver
+from refcache.oracle.drivers.allocator import AllocatorDriver
+from refcache.oracle.drivers.hicache.driver import HiCacheDriver
+from refcache.oracle.drivers.loop import LoopDriver
+from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+from refcache.oracle.drivers.ops import OpsDriver
+from refcache.oracle.drivers.ranks.driver import RanksDriver
+from refcache.oracle.drivers.streams.driver import StreamsDriver
+from refcache.oracle.drivers.tree.driver import TreeDriver
 from refcache.oracle.planted import plant
-from refcache.oracle.ranks_driver import RanksDriver
-from refcache.oracle.state import RequestView, State
-from refcache.oracle.streams_driver import StreamsDriver
-from refcache.oracle.target import CacheConfig, Target, resolve
-from refcache.oracle.tree_driver import TreeDriver
-from refcache.oracle.view import NodeView, TreeView, inspect_radix
-from refcache.oracle.violation import Violation
+from refcache.oracle.program.driver import Driver
+from refcache.oracle.rules.catalog import SENTENCES
+from refcache.oracle.rules.check import CHECKS, check_state, violations
+from refcache.oracle.rules.violation import Violation
+from refcache.oracle.target.base import CacheConfig, Target, resolve
+from refcache.oracle.target.config import HiCacheConfig, HiCacheParts
+from refcache.oracle.target.naive import NaiveTarget, NaiveTree
+from refcache.oracle.target.naive_allocator import NaiveAllocator
+from refcache.oracle.view.state import RequestView, State
+from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
 from refcache.reference.alloc_cases import AllocCase
 from refcache.reference.cases import TransferCase
 

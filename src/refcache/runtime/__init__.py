@@ -2,10 +2,10 @@
 
 from refcache.runtime.api import Event, Flags, Part, Region, Runtime, Stream
 from refcache.runtime.cuda import CudaRuntime
-from refcache.runtime.drivers import all_orders, drawn, eager, lazy
 from refcache.runtime.immediate import ImmediateRuntime
-from refcache.runtime.simulated import SimulatedRuntime
-from refcache.runtime.tracker import DeadIndex, RaceFound, Tracker
+from refcache.runtime.simulated.choices import all_orders, drawn, eager, lazy
+from refcache.runtime.simulated.machine import SimulatedRuntime
+from refcache.runtime.simulated.tracker import DeadIndex, RaceFound, Tracker
 
 __all__ = [
     "CudaRuntime",

@@ -5,8 +5,8 @@ A :class:`Runtime` is a *machine*. Bytes of a pool are touched only through :met
 same cache code runs on
 
 * the immediate machine (:mod:`refcache.runtime.immediate`): every launch runs at once;
-* the simulated machine (:mod:`refcache.runtime.simulated`): launches wait in their streams and run
-  in any legal order, and a tracker reports two conflicting accesses that nothing orders;
+* the simulated machine (:mod:`refcache.runtime.simulated.machine`): launches wait in their streams
+  and run in any legal order, and a tracker reports two conflicting accesses that nothing orders;
 * real CUDA (:mod:`refcache.runtime.cuda`).
 
 Rules (CUDA's measured behaviour):

@@ -2,7 +2,7 @@
 
 A campaign lives in a folder: ``campaign.json`` (what is run), ``journal.jsonl`` (one line a run, in
 the order in which they finished) and ``failures/`` (one folder a distinct failure, as
-:mod:`refcache.oracle.report` writes it). A failure's folder is there before its line in the
+:mod:`refcache.testing.report` writes it). A failure's folder is there before its line in the
 journal, and both appear whole or not at all; so a campaign can be killed at any moment and started
 again with the same call: what is in the journal is not run again, what was running is.
 
@@ -28,9 +28,9 @@ from typing import Any
 
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
-from refcache.oracle.report import failure_name, write_failure
 from refcache.testing.processes import begin, starting
 from refcache.testing.registry import SUITES
+from refcache.testing.report import failure_name, write_failure
 from refcache.testing.run import list_suites, run_suite
 
 EXAMPLES = 25

@@ -14,21 +14,21 @@ from refcache.oracle import (
     StreamsDriver,
     TreeDriver,
 )
-from refcache.oracle.misuse import AllocatorMisuseDriver, TreeMisuseDriver
-from refcache.oracle.ops_driver import OpsDriver
-from refcache.oracle.ranks_driver import RanksDriver
-from refcache.testing.allocator_machine import (
+from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+from refcache.oracle.drivers.ops import OpsDriver
+from refcache.oracle.drivers.ranks.driver import RanksDriver
+from refcache.testing.machines.allocator import (
     AllocatorExactMachine,
     AllocatorMachine,
     AllocatorMisuseMachine,
 )
-from refcache.testing.hicache_machine import HiCacheMachine
-from refcache.testing.loop_machine import LoopMachine
-from refcache.testing.machine import DriverMachine
-from refcache.testing.ops_machine import OpsMachine
-from refcache.testing.ranks_machine import RanksMachine
-from refcache.testing.streams_machine import StreamsMachine
-from refcache.testing.tree_machine import TreeExactMachine, TreeMachine, TreeMisuseMachine
+from refcache.testing.machines.base import DriverMachine
+from refcache.testing.machines.hicache import HiCacheMachine
+from refcache.testing.machines.loop import LoopMachine
+from refcache.testing.machines.ops import OpsMachine
+from refcache.testing.machines.ranks import RanksMachine
+from refcache.testing.machines.streams import StreamsMachine
+from refcache.testing.machines.tree import TreeExactMachine, TreeMachine, TreeMisuseMachine
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.exact import reference_turn
 from refcache.oracle.planted.smoke import smoke
-from refcache.oracle.target import Target
+from refcache.oracle.program.exact import reference_turn
+from refcache.oracle.target.base import Target
 
 
 @dataclass

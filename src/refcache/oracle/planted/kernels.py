@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.ops_driver import OpsDriver
-from refcache.oracle.ops_target import interpret_kernels
+from refcache.oracle.drivers.ops import OpsDriver
 from refcache.oracle.planted.bug import PlantedBug, Use
-from refcache.oracle.target import Target
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.ops import interpret_kernels
 from refcache.reference import alloc_cases, cases
 
 COPY, PLAN = "refcache_ops.copy.kernel:run", "refcache_ops.copy.plan:_make_plan"

@@ -8,9 +8,9 @@ from array import array
 import torch
 
 from refcache.keys import TOKEN, RadixKey
-from refcache.oracle.hicache_config import HiCacheConfig
-from refcache.oracle.request import Request
-from refcache.oracle.target import CacheConfig, Target
+from refcache.oracle.drivers.tree.request import Request
+from refcache.oracle.target.base import CacheConfig, Target
+from refcache.oracle.target.config import HiCacheConfig
 from refcache.runtime import SimulatedRuntime, eager
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 

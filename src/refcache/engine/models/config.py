@@ -1,0 +1,72 @@
+"""What the pools need to know of a model: layers, heads, widths, dtype, vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+
+from refcache.errors import InvalidArgument
+from refcache.types import ServerArgs
+
+
+def get_attention_tp_size(server_args: ServerArgs) -> int:
+    """Ranks that share one layer's heads: all, or under DP attention those of one group.
+
+    >>> get_attention_tp_size(ServerArgs(tp_size=8, dp_size=4, enable_dp_attention=True))
+    2
+    """
+    groups = server_args.dp_size if server_args.enable_dp_attention else 1
+    return server_args.tp_size // groups
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the KV cache of a model.
+
+    Attributes:
+        num_hidden_layers: attention layers.
+        num_key_value_heads: of all ranks together; ``head_dim``, ``v_head_dim``: K and V widths
+            (``v_head_dim`` None: as K).
+        kv_lora_rank, qk_rope_head_dim: widths of the latent row; a rank above 0 means MLA.
+        vocab_size: token ids are 0 to ``vocab_size - 1``.
+        dtype: of the KV cache under ``kv_cache_dtype="auto"``. The stand-in model writes 64-bit
+            words (:mod:`refcache.engine.models.content`), so a row must be a whole number of 8
+            bytes.
+
+    Raises:
+        InvalidArgument: an extent that is too small.
+    """
+
+    num_hidden_layers: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 1
+    v_head_dim: int | None = None
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    vocab_size: int = 32000
+    dtype: torch.dtype = torch.int64
+
+    def __post_init__(self) -> None:
+        for name in ("num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name}={getattr(self, name)}: expected at least 1")
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    def get_num_kv_heads(self, tensor_parallel_size: int) -> int:
+        """KV heads of one rank; every rank has at least one, if need be a copy.
+
+        >>> ModelConfig(num_key_value_heads=8).get_num_kv_heads(2)
+        4
+        >>> ModelConfig(num_key_value_heads=2).get_num_kv_heads(8)
+        1
+        """
+        return max(1, self.num_key_value_heads // tensor_parallel_size)
+
+    def row_elements(self, tensor_parallel_size: int) -> int:
+        """KV elements of one token in one layer on one rank, all planes."""
+        if self.is_mla:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        return self.get_num_kv_heads(tensor_parallel_size) * (self.head_dim + v_head_dim)

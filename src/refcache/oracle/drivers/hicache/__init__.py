@@ -1,0 +1,1 @@
+"""Two tiers: the steps (``driver``), the calls and checks (``bench``), the bytes (``content``)."""

@@ -1,0 +1,1 @@
+"""Ranks of a group: the same steps on each (``driver``), and where they meet (``group``)."""

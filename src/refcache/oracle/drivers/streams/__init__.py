@@ -1,0 +1,1 @@
+"""What only streams and events order: the ordering edges, each with a program of its own."""

@@ -1,0 +1,1 @@
+"""Who owns each page (``ledger``), and the allocator that tells it (``recording``)."""

@@ -1,0 +1,106 @@
+"""Target ``refcache``: the reference on trial, like anybody else's cache."""
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from refcache.errors import RefcacheError
+from refcache.oracle.target.base import CAPABILITIES, CacheConfig, Target
+from refcache.oracle.target.config import HiCacheConfig, HiCacheParts
+from refcache.oracle.target.ops import OPS, interpret_kernels
+from refcache.oracle.view.host import HostView, inspect_hiradix
+from refcache.oracle.view.tree import TreeView, inspect_radix
+from refcache.types import CacheInitParams, ServerArgs
+
+LAYERS = 2
+
+
+class RefcacheTarget(Target):
+    """The reference allocators and ``RadixCache``; a refusal must be a named error."""
+
+    name = "refcache"
+    capabilities = CAPABILITIES if find_spec("triton") else CAPABILITIES - {"ops"}
+    errors = RefcacheError
+
+    def allocator(self, config: CacheConfig) -> Any:
+        return self._allocator(config, None, None)
+
+    @staticmethod
+    def _allocator(config: CacheConfig, pool: Any, runtime: Any) -> Any:
+        from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
+        given = (torch.int64, "cpu", pool, config.need_sort, runtime)
+        if config.page_size == 1:
+            return TokenToKVPoolAllocator(config.size, *given)
+        return PagedTokenToKVPoolAllocator(config.size, config.page_size, *given)
+
+    def tree(self, config: CacheConfig, allocator: Any, req_to_token_pool: Any) -> Any:
+        from refcache.tree import RadixCache
+
+        return RadixCache(self._params(config, allocator, req_to_token_pool))
+
+    @staticmethod
+    def _params(config: CacheConfig, allocator: Any, rows: Any, **more: Any) -> CacheInitParams:
+        return CacheInitParams(**config.init_params(allocator, rows), **more)
+
+    def inspect(self, tree: Any) -> TreeView:
+        return inspect_radix(tree, lambda key: key.child_key(tree.page_size))
+
+    def hicache(
+        self,
+        config: HiCacheConfig,
+        runtime: Any,
+        forward_stream: Any,
+        wrap: Callable[[Any], Any],
+    ) -> HiCacheParts:
+        from refcache.pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+        from refcache.tree.hiradix_cache import HiRadixCache
+
+        size, page = config.size, config.page_size
+        pool: Any
+        if config.mla:
+            pool = MLATokenToKVPool(size, page, torch.int64, 2, 1, LAYERS, "cpu", runtime=runtime)
+        else:
+            pool = MHATokenToKVPool(
+                size, page, torch.int64, 1, 2, LAYERS, "cpu", v_head_dim=1, runtime=runtime
+            )
+        allocator = wrap(self._allocator(config, pool, runtime))
+        rows = ReqToTokenPool(config.max_requests, config.context_length, runtime=runtime)
+        params = self._params(
+            config,
+            allocator,
+            rows,
+            tp_cache_group=config.tp_group,
+            hit_policy=config.hit_policy,
+            runtime=runtime,
+        )
+        args = ServerArgs(
+            page_size=page,
+            enable_hierarchical_cache=True,
+            hicache_ratio=(config.host_size - page / 2) / size,
+            hicache_write_policy=config.write_policy,
+            hicache_io_backend=config.io_backend,
+            hicache_mem_layout=config.layout,
+            chunked_prefill_size=None,
+        )
+        tree = HiRadixCache(params, args)
+        tree.load_back_threshold = config.load_back_threshold
+        tree.cache_controller.register_forward_stream(forward_stream)
+        counter = tree.cache_controller.layer_done_counter
+        host = tree.token_to_kv_pool_host
+        if not config.small_loads:
+            host.small_load_bytes = 0
+        return HiCacheParts(tree, allocator, rows, pool, host, host.planes, counter)
+
+    def inspect_host(self, tree: Any) -> HostView:
+        return inspect_hiradix(tree, tree.token_to_kv_pool_host.free_slots)
+
+    def ops(self) -> Any:
+        """The kernels, on the card, or through Triton's interpreter where there is none."""
+        interpret_kernels()
+        found = {op: importlib.import_module(f"refcache_ops.{op}.op") for op in OPS}
+        return SimpleNamespace(**{op: module.run_kernel for op, module in found.items()})

@@ -1,0 +1,65 @@
+"""What a two-tier cache shows of its host tier: slots, copies in flight, leaves. Plain data.
+
+Goes beside :class:`refcache.oracle.view.tree.TreeView`, whose nodes have their host slots.
+:func:`inspect_hiradix` fills it in for caches with SGLang's field names.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    """A copy that is queued or running: from submission to acknowledgement.
+
+    Attributes:
+        kind: "write" (device to host) or "load".
+        op: names it among the transfers of its kind.
+        handles: the nodes it covers now, in path order (a split adds one).
+        locks: it holds a lock on the last of them.
+    """
+
+    kind: str
+    op: Any
+    handles: tuple[Any, ...]
+    locks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostNodeView:
+    """What a node says of itself beyond ``NodeView``."""
+
+    host_ref: int
+    hit_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """The host tier. ``free``: slots that nobody owns; ``size``: all slots; ``leaves``: handles."""
+
+    size: int
+    free: torch.Tensor
+    transfers: tuple[TransferView, ...]
+    leaves: frozenset[Any]
+    nodes: dict[Any, HostNodeView]
+
+
+def inspect_hiradix(tree: Any, free: torch.Tensor) -> HostView:
+    """View of a cache with the reference's field names; ``free``: the host pool's free slots."""
+    writes = tuple(
+        TransferView("write", op, tuple(nodes), tree.write_policy != "write_back")
+        for op, nodes in tree.ongoing_write_through.items()
+    )
+    loads = tuple(
+        TransferView("load", op, tuple(nodes), True) for op, nodes in tree.ongoing_load_back.items()
+    )
+    nodes = {n: HostNodeView(n.host_ref_counter, n.hit_count) for n in tree.nodes()}
+    return HostView(
+        size=tree.token_to_kv_pool_host.size,
+        free=free,
+        transfers=writes + loads,
+        leaves=frozenset(tree.evictable_host_leaves),
+        nodes=nodes,
+    )

@@ -1,0 +1,170 @@
+"""What a replay is made of: prompts, trees and an observer that count, the scheduler."""
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from refcache.engine.model_runner import ModelRunner
+from refcache.engine.models.config import ModelConfig
+from refcache.engine.models.content import (
+    ReadPlan,
+    RowCheck,
+    SampledRows,
+    WrongContent,
+    read_every_row,
+    read_nothing,
+)
+from refcache.engine.observer import SchedulerObserver
+from refcache.engine.req import Req
+from refcache.engine.schedule_batch import ScheduleBatch
+from refcache.engine.scheduler import Scheduler
+from refcache.errors import InvalidArgument
+from refcache.keys import TOKEN
+from refcache.oracle.rules.violation import Violation
+from refcache.readers import TraceRequest
+from refcache.replay.config import ReplayConfig
+from refcache.tree import HiRadixCache, RadixCache, TreeNode
+from refcache.types import (
+    CacheInitParams,
+    EvictParams,
+    EvictResult,
+    InitLoadBackParams,
+    ServerArgs,
+)
+
+CHUNK = 32768  # tokens of a prefill step: fewer, larger steps cost less here
+
+Progress = Callable[[int, int], None]
+"""Called with the number of requests that are finished, and of all."""
+
+
+def prompt_of(request: TraceRequest) -> "array[int]":
+    """``request.token_ids()``, made without a Python object a token."""
+    size = request.block_size
+    blocks = torch.tensor(request.hash_ids, dtype=torch.int64) * size
+    first = blocks.to(torch.int32)[:, None]  # the low 32 bits
+    ids = (first + torch.arange(size, dtype=torch.int32)).flatten()[: request.input_length]
+    tokens = array(TOKEN, bytes(4 * len(ids)))
+    torch.frombuffer(tokens, dtype=torch.int32).copy_(ids)
+    return tokens
+
+
+class CountingRadixCache(RadixCache):
+    """A tree that counts what it evicts, in ``evicted_tokens``."""
+
+    evicted_tokens = 0
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
+
+class CountingHiRadixCache(CountingRadixCache, HiRadixCache):
+    """A two-tier tree that also counts the tokens that move between the tiers."""
+
+    host_hit_tokens = 0
+    written_tokens = 0
+    loaded_tokens = 0
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        written = super().write_backup(node, write_back)
+        self.written_tokens += written
+        return written
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+        slots, node = super().init_load_back(params)
+        self.loaded_tokens += len(slots)
+        if params.req.cached_tokens is None:
+            self.host_hit_tokens += len(slots)
+        return slots, node
+
+
+class Counts(SchedulerObserver):
+    """Counts requests that finish, and tokens: hits, computed in prefills, outputs."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.progress = total, progress
+        self.finished = self.hits = self.computed = self.outputs = 0
+
+    def on_batch(self, batch: ScheduleBatch) -> None:
+        if batch.forward_mode.is_extend():
+            self.computed += batch.extend_num_tokens
+
+    def on_finish(self, req: Req) -> None:
+        self.finished += 1
+        self.hits += req.cached_tokens or 0
+        self.outputs += len(req.output_ids)
+        if self.progress is not None:
+            self.progress(self.finished, self.total)
+
+
+def make_scheduler(
+    trace: list[TraceRequest], config: ReplayConfig, observer: SchedulerObserver
+) -> Scheduler:
+    """A scheduler whose pool has room for the longest request of ``trace``.
+
+    Raises:
+        InvalidArgument: a request that does not fit into ``config.device_tokens``.
+    """
+    page = config.page_size
+    lengths = [r.input_length + (1 if config.no_decode else r.output_length) for r in trace]
+    longest = max(lengths, default=1) + 1
+    unlimited = config.device_tokens is None
+    size = config.device_tokens or sum(-(-n // page) * page for n in lengths) + longest + page
+    size = size // page * page
+    if longest > size:
+        line = lengths.index(longest - 1) + 1
+        raise InvalidArgument(
+            f"device_tokens={config.device_tokens}: request {line} of the trace has "
+            f"{longest - 1} tokens with its output; expected room for one token more, in whole "
+            f"pages of {page}"
+        )
+
+    def make_allocator(runner: ModelRunner) -> Any:
+        # without a bound the free list is long: freed pages wait aside, instead of in its front
+        dtype, pool = runner.kv_cache_dtype, runner.token_to_kv_pool
+        if page == 1:
+            return TokenToKVPoolAllocator(size, dtype, "cpu", pool, need_sort=unlimited)
+        return PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", pool, need_sort=unlimited)
+
+    def make_tree(params: CacheInitParams, server_args: ServerArgs) -> RadixCache:
+        if not server_args.enable_hierarchical_cache:
+            return CountingRadixCache(params)
+        tree = CountingHiRadixCache(params, server_args)
+        tree.load_back_threshold = config.load_back_threshold
+        return tree
+
+    def on_wrong(wrong: WrongContent) -> None:
+        raise Violation("C-READ", str(wrong))
+
+    plans: dict[str, ReadPlan] = {
+        "every": read_every_row,
+        "sampled": SampledRows(seed=config.seed),
+        "off": read_nothing,
+    }
+    chunk = max(CHUNK // page, 1) * page
+    return Scheduler(
+        ServerArgs(
+            page_size=page,
+            max_running_requests=1 if config.serial else config.max_running_requests,
+            max_total_tokens=size,
+            max_prefill_tokens=chunk,
+            chunked_prefill_size=chunk,
+            context_length=longest,
+            radix_eviction_policy=config.policy,
+            disable_overlap_schedule=config.serial,  # nothing else runs: nothing to overlap
+            enable_hierarchical_cache=config.host_ratio is not None,
+            hicache_ratio=config.host_ratio or 1,
+            hicache_write_policy=config.write_policy,
+        ),
+        ModelConfig(kv_lora_rank=1),  # one plane of one word a token is enough to know it by
+        make_allocator=make_allocator,
+        make_tree=make_tree,
+        check=RowCheck(plans[config.check], on_wrong),
+        observer=observer,
+        keep_kv=not unlimited,
+    )

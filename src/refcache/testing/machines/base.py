@@ -1,0 +1,58 @@
+"""What every Hypothesis state machine has: thin rules over one of the oracle's drivers.
+
+A rule draws arguments and makes one call on a driver; the driver checks. Each machine class is made
+for one target by :func:`machine_for`.
+"""
+
+from typing import Any, ClassVar
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+from refcache.oracle import Driver, Target
+from refcache.oracle.program.driver import Call
+
+
+class Tally:
+    """Counts what a run of a machine did, and keeps the driver that failed last."""
+
+    def __init__(self) -> None:
+        self.cases = 0
+        self.steps = 0
+        self.failed: Driver | None = None
+
+
+class DriverMachine(RuleBasedStateMachine):
+    """Base: owns a driver, winds it down at the end of a case, tells the tally."""
+
+    target: ClassVar[Target]
+    tally: ClassVar[Tally]
+    driver: Driver | None = None
+    make: type[Any]
+    opening: ClassVar[tuple[Call, ...]] = ()
+    """A fixed program, with the default configuration, run once before the drawn ones."""
+    steps: ClassVar[int] = 50
+    """Of a case, at most."""
+
+    def start_driver(self, driver: Driver) -> None:
+        self.driver = driver
+        self.tally.cases += 1
+
+    def teardown(self) -> None:
+        driver = self.driver
+        if driver is None:
+            return
+        try:
+            if driver.found is None:
+                driver.wind_down()
+        finally:
+            self.tally.steps += driver.calls
+            if driver.found is not None:
+                self.tally.failed = driver
+
+
+def machine_for(
+    machine: type[DriverMachine], target: Target, tally: Tally | None = None, **attributes: Any
+) -> type[DriverMachine]:
+    """The machine class on one target; its runs are counted in ``tally``."""
+    attributes |= {"target": target, "tally": tally or Tally()}
+    return type(machine.__name__, (machine,), attributes)

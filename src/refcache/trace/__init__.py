@@ -1,0 +1,25 @@
+"""Traces: record what a live cache does, judge it later, shrink what is wrong.
+
+:func:`record` wraps an object of an engine; :func:`judge_trace` replays the file against the rules
+and names the first record that no legal cache could have produced; :func:`shrink_trace` finds the
+smallest part of it that still shows it. :func:`judge_events` does the first for a stream of KV
+events, and :func:`judge_file` tells the two apart.
+"""
+
+from refcache.trace.judge import judge_file, judge_lines, judge_trace
+from refcache.trace.kv_events import judge_events
+from refcache.trace.record import Recorder, record
+from refcache.trace.shrink import shrink_lines, shrink_trace
+from refcache.trace.verdict import TraceVerdict
+
+__all__ = [
+    "Recorder",
+    "TraceVerdict",
+    "judge_events",
+    "judge_file",
+    "judge_lines",
+    "judge_trace",
+    "record",
+    "shrink_lines",
+    "shrink_trace",
+]

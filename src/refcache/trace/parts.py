@@ -1,0 +1,100 @@
+"""What a recording wraps: a tree, its allocator, host pool and controller, found by their names."""
+
+import contextlib
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from refcache.errors import InvalidArgument
+from refcache.trace import captures
+from refcache.trace import format as f
+from refcache.trace.captures import Capture
+
+
+class Parts:
+    """The objects to wrap, found from the subject by their names.
+
+    Raises:
+        InvalidArgument: not such an object, or one that is in use already.
+    """
+
+    def __init__(self, subject: Any) -> None:
+        self.tree: Any = None
+        self.controller: Any = None
+        if all(hasattr(subject, name) for name in ("match_prefix", "insert", "evict")):
+            self.tree = subject
+            self.allocator = subject.token_to_kv_pool_allocator
+            self.controller = getattr(subject, "cache_controller", None)
+        elif all(hasattr(subject, name) for name in ("write", "load", "start_loading")):
+            self.controller = subject
+            self.allocator = subject.mem_pool_device_allocator
+        elif all(hasattr(subject, name) for name in ("alloc", "free", "available_size")):
+            self.allocator = subject
+        else:
+            raise InvalidArgument(
+                f"record: {type(subject).__name__} is no tree cache, controller or allocator"
+            )
+        self.host = None if self.controller is None else self.controller.mem_pool_host
+        self._refuse_used()
+
+    def _refuse_used(self) -> None:
+        if getattr(self.tree, "disable", False):
+            raise InvalidArgument("record: the tree cache is disabled")
+        if self.allocator is None:
+            raise InvalidArgument("record: the tree cache has no allocator")
+        free, size = int(self.allocator.available_size()), int(self.allocator.size)
+        cached = 0 if self.tree is None else int(self.tree.total_size())
+        host = 0
+        if self.host is not None:
+            host = int(self.host.size) - int(self.host.available_size())
+        if free != size or cached or host:
+            raise InvalidArgument(
+                f"record: {size - free} of {size} tokens are in use, {cached} are cached, {host} "
+                "are on the host: expected a cache with nothing in it"
+            )
+
+    def header(self, subject: Any) -> f.Header:
+        kind = type(subject)
+        return f.Header(
+            format=f.FORMAT,
+            version=f.VERSION,
+            page_size=int(self.allocator.page_size if self.tree is None else self.tree.page_size),
+            size=int(self.allocator.size),
+            host_size=None if self.host is None else int(self.host.size),
+            is_eagle=bool(getattr(self.tree, "is_eagle", False)),
+            write_policy=getattr(self.controller, "write_policy", None),
+            subject=f"{kind.__module__}.{kind.__qualname__}",
+            versions=_versions(kind.__module__.partition(".")[0]),
+        )
+
+    def wrapped(self) -> Iterator[tuple[str, Any, dict[str, Capture]]]:
+        yield "allocator", self.allocator, captures.ALLOCATOR
+        if self.tree is not None:
+            yield (
+                "tree",
+                self.tree,
+                captures.TREE if self.controller is None else captures.HOST_TREE,
+            )
+        if self.controller is not None:
+            yield "host", self.host, captures.HOST_POOL
+            yield "controller", self.controller, captures.CONTROLLER
+
+    def sizes(self) -> f.Sizes:
+        tree, host = self.tree, self.host
+        return f.Sizes(
+            int(self.allocator.available_size()),
+            None if tree is None else int(tree.evictable_size()),
+            None if tree is None else int(tree.protected_size()),
+            None if host is None else int(host.available_size()),
+        )
+
+
+def _versions(package: str) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in {package, "refcache"}:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
