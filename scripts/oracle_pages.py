@@ -28,7 +28,7 @@ GROUPS = {
     "Eviction": ("E1", "E2", "E3"),
     "Allocation": ("AL1", "AL2"),
     "Ops": ("OP1", "OP2", "OP3"),
-    "Page hashes and KV events": ("N1", "N2"),
+    "Page hashes and KV events": ("N1", "N2", "N3", "N4"),
     "Host slots": ("H1", "H2"),
     "Copies in flight": ("X1", "X2", "X5", "LIFE"),
     "Load-back": ("Q1", "Q2", "B1"),

@@ -9,19 +9,30 @@ from refcache.errors import InvalidArgument
 
 
 def shrink(
-    trace: Annotated[Path, typer.Argument(help="A trace that `refcache judge` finds wrong.")],
+    trace: Annotated[
+        Path, typer.Argument(help="A trace or stream that `refcache judge` finds wrong.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Where to write it; TRACE with .small before its ending.")
     ] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="The form of KV events, if not recognised.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Whose liberties the events may take, if not recognised.")
+    ] = None,
 ) -> int:
     """Write the smallest part of a failing trace that still shows the violation."""
-    from refcache.trace import shrink_trace
+    from refcache.trace import is_recorded, shrink_events, shrink_trace
 
     ending = ".jsonl.zst" if trace.name.endswith(".zst") else ".jsonl"
     small = out or Path(str(trace).removesuffix(ending) + ".small" + ending)
     if small.resolve() == trace.resolve():
         raise InvalidArgument(f"--out {small}: expected another file than the trace itself")
-    verdict, count = shrink_trace(trace, small)
+    if form is None and engine is None and is_recorded(trace):
+        verdict, count = shrink_trace(trace, small)
+    else:
+        verdict, count = shrink_events(trace, small, format=form, engine=engine)
     print(f"{small}: {count} records")
     print(verdict)
     return 0

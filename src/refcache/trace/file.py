@@ -13,6 +13,7 @@ import msgspec
 import zstandard
 
 from refcache.errors import InvalidTrace
+from refcache.readers.source import Source
 from refcache.trace.format import FORMAT, VERSION, End, Header, Line
 
 MAX_LINE = 2**24  # bytes
@@ -111,6 +112,16 @@ def read_lines(path: str | Path, file: IO[bytes]) -> Iterator[bytes | str]:
             )
             return
         yield raw
+
+
+def is_recorded(path: str | Path) -> bool:
+    """Whether a file starts with the header of a recorded trace, and not with something else."""
+    source = Source(path)
+    try:
+        first = source.json(next(source.lines(1)))
+    except InvalidTrace:
+        return False
+    return isinstance(first, dict) and "format" in first
 
 
 class TraceReader:

@@ -12,13 +12,13 @@ suites. Storage below the host is not modelled.
 from collections.abc import Iterable
 from pathlib import Path
 
-from refcache.errors import InvalidTrace
 from refcache.oracle.ledger.ledger import Freed
 from refcache.oracle.rules.violation import Violation
 from refcache.trace import format as f
-from refcache.trace.file import TraceReader
+from refcache.trace.event_stream import judge_events
+from refcache.trace.file import TraceReader, is_recorded
 from refcache.trace.host_rules import HostRules
-from refcache.trace.kv_events import DEVICE, judge_events
+from refcache.trace.kv_events import DEVICE
 from refcache.trace.model import show
 from refcache.trace.pool_rules import PoolRules
 from refcache.trace.rules import Undecidable, op_of
@@ -52,19 +52,21 @@ def judge_trace(path: str | Path) -> TraceVerdict:
     return judge_lines(reader.header, reader)
 
 
-def judge_file(path: str | Path) -> TraceVerdict:
+def judge_file(
+    path: str | Path, *, format: str | None = None, engine: str | None = None
+) -> TraceVerdict:
     """Judge a trace, or else a stream of KV events.
+
+    Args:
+        format, engine: of a stream of events; see :func:`judge_events`. Naming one says that the
+            file is a stream.
 
     Raises:
         InvalidTrace: it cannot be opened, or is neither.
     """
-    try:
+    if format is None and engine is None and is_recorded(path):
         return judge_trace(path)
-    except InvalidTrace as no_trace:
-        try:
-            return judge_events(path)
-        except InvalidTrace:
-            raise no_trace from None
+    return judge_events(path, format=format, engine=engine)
 
 
 def judge_lines(header: f.Header, lines: Iterable[f.Line]) -> TraceVerdict:

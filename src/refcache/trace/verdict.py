@@ -16,6 +16,7 @@ class TraceVerdict:
         rule, evidence: the broken rule and what was seen.
         argument: what the evidence rests on, as records before it.
         damage: why the rest of the file could not be judged.
+        notes: what was assumed or skipped.
     """
 
     verdict: str
@@ -26,6 +27,7 @@ class TraceVerdict:
     evidence: str = ""
     argument: tuple[str, ...] = ()
     damage: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.verdict}: {self.records:,} records judged"]
@@ -35,6 +37,7 @@ class TraceVerdict:
             if self.argument:
                 lines.append("because:")
                 lines += [f"  {line}" for line in self.argument]
+        lines += self.notes
         if self.damage is not None:
             lines.append(f"the rest was not judged: {self.damage}")
         return "\n".join(lines)

@@ -54,6 +54,8 @@ SENTENCES: dict[str, str] = {
     "N1": "a page keeps one hash for life, and two different prefixes never share one",
     "N2": "replaying the KV events gives the pages that are cached; parents come before children, "
     "removals after stores",
+    "N3": "the tokens of a KV event fill the blocks it names",
+    "N4": "batches of KV events are numbered one after the other",
     "T3": "under write-through, a node on the host has its parent on the host",
     "A4": "the evictable host leaves are the unlocked nodes on the host only, without a child on "
     "the host",
