@@ -6,7 +6,7 @@ they do not look inside.
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -80,16 +80,27 @@ class ServerArgs:
     SGLang leaves ``page_size``, ``max_running_requests``, ``chunked_prefill_size``,
     ``context_length``, ``mem_fraction_static`` and ``device`` to be found out when it starts, from
     the card and the model; here they have fixed defaults. Sizes are in tokens unless the name says
-    otherwise. ``hicache_size`` is GB a rank and wins over ``hicache_ratio`` (host tokens / device
-    tokens) when above 0. ``dp_size``: with ``enable_dp_attention``,
-    groups of ranks with requests of their own. ``enable_pdmux``: the device pool gets no
-    alternative stream.
+    otherwise.
+
+    Attributes:
+        model_path: kept; no model is loaded from it.
+        chunked_prefill_size: None, or -1, cuts no prompt.
+        prefill_max_requests: requests a prefill batch at most; None: no bound.
+        enable_priority_scheduling: when the batch is full, a request takes the memory of running
+            ones whose priority is lower by more than ``priority_scheduling_preemption_threshold``,
+            unless ``disable_priority_preemption``. Larger values are higher, unless
+            ``schedule_low_priority_values_first``.
+        dp_size: with ``enable_dp_attention``, groups of ranks with requests of their own.
+        enable_pdmux: the device pool gets no alternative stream.
+        hicache_size: GB a rank; wins over ``hicache_ratio`` (host tokens / device tokens) above 0.
 
     Raises:
         InvalidArgument: a size below 1 or not in whole pages; arguments that exclude each other.
         UnknownName: a policy, layout, backend or algorithm that does not exist.
     """
 
+    model_path: str = ""
+    _: KW_ONLY
     page_size: int = 1
     max_running_requests: int = 256
     max_total_tokens: int | None = None
@@ -100,6 +111,11 @@ class ServerArgs:
     kv_cache_dtype: str = "auto"
     device: str = "cpu"
     schedule_policy: str = "fcfs"
+    enable_priority_scheduling: bool = False
+    disable_priority_preemption: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    prefill_max_requests: int | None = None
     schedule_conservativeness: float = 1.0
     disable_overlap_schedule: bool = False
     disable_radix_cache: bool = False
@@ -130,6 +146,8 @@ class ServerArgs:
                 f"max_total_tokens={self.max_total_tokens}: expected at least one page "
                 f"({self.page_size})"
             )
+        if self.chunked_prefill_size == -1:
+            self.chunked_prefill_size = None
         chunk = self.chunked_prefill_size
         if chunk is not None and (chunk < self.page_size or chunk % self.page_size):
             raise InvalidArgument(
@@ -311,7 +329,7 @@ class CacheReq(Protocol):
     prefix_indices: torch.Tensor
     cache_protected_len: int
     last_node: Any
-    priority: int
+    priority: int | None
     cache_counted_len: int
 
     def pop_committed_kv_cache(self) -> int:

@@ -284,7 +284,7 @@ class Run(SchedulerObserver):
             request = TokenizedGenerateReqInput(
                 f"r{number}",
                 (*said[: turn.keep], *turn.tail),
-                SamplingParams(turn.max_new_tokens, frozenset({7})),
+                SamplingParams(turn.max_new_tokens, stop_token_ids=[7]),
                 turn.extra_key,
                 turn.priority,
             )

@@ -27,7 +27,7 @@ def make(size=64, running=(), ratio=0.5, input_tokens=64, chunk=None, tree_class
 
 def make_req(adder, length, outputs=4, start=0):
     tokens = token_array(range(start, start + length))
-    req = Req(f"r{start}", tokens, SamplingParams(outputs))
+    req = Req(f"r{start}", None, tokens, SamplingParams(outputs))
     req.init_next_round_input(adder.tree_cache)
     return req
 
@@ -42,9 +42,9 @@ def test_ceil_paged_tokens():
 
 
 def test_running_requests_are_promised_a_share_of_what_they_may_need():
-    a = Req("a", token_array([1]), SamplingParams(21))
+    a = Req("a", None, [1], SamplingParams(21))
     a.output_ids.append(7)
-    b = Req("b", token_array([1]), SamplingParams(100_000))
+    b = Req("b", None, [1], SamplingParams(100_000))
     adder = make(size=4096, running=(a, b))
     assert adder.rem_total_tokens == 4096 - 0.5 * (20 + 4096)
     assert adder.cur_rem_tokens == 4096
@@ -120,7 +120,7 @@ def test_a_chunked_request_goes_on_until_it_is_done():
 
 @pytest.mark.parametrize(("taken", "length"), [(56, 8), (60, 4), (64, None)])
 def test_a_chunk_takes_what_is_free_now_when_all_is_promised(taken, length):
-    running = Req("a", token_array([1]), SamplingParams(100))
+    running = Req("a", None, [1], SamplingParams(100))
     adder = make(running=[running], ratio=1.0, chunk=16)
     adder.token_to_kv_pool_allocator.alloc(taken)
     req = make_req(adder, 30)

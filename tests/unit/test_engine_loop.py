@@ -124,9 +124,9 @@ def test_a_stop_token_ends_a_request(overlap):
     stop = expected[3]
     first = expected.index(stop)
     scheduler = make(overlap)
-    params = SamplingParams(8, frozenset([stop]))
+    params = SamplingParams(8, stop_token_ids=[stop])
     scheduler.submit(TokenizedGenerateReqInput("a", tokens, params))
-    ignoring = SamplingParams(8, frozenset([stop]), ignore_eos=True)
+    ignoring = SamplingParams(8, stop_token_ids=[stop], ignore_eos=True)
     scheduler.submit(TokenizedGenerateReqInput("b", tokens, ignoring))
     done = finish(scheduler)
     assert list(done["a"].output_ids) == expected[: first + 1]
@@ -169,7 +169,7 @@ def test_forced_retraction_changes_no_output(overlap):
         assert steps < 300
     done = finish(scheduler)
     assert scheduler.num_retracted_reqs >= 3
-    assert [r.retraction_count for r in done.values()] != [0, 0, 0]
+    assert sum(r.retraction_count for r in done.values()) == scheduler.num_retracted_reqs > 0
     for i in range(3):
         assert list(done[f"r{i}"].output_ids) == said(prompt(i, 9), 12)
 
@@ -197,7 +197,7 @@ def test_abort_at_a_chunk_boundary_computes_no_further_chunk():
     scheduler.submit(request("gone", prompt(0, 32), 9))
     scheduler.step()
     scheduler.step()
-    scheduler.abort_request("gone")
+    scheduler.abort_request(AbortReq("gone"))
     assert scheduler.step() is None
     assert scheduler.finished_reqs[0].kv_committed_len == 8
     assert scheduler.tree_cache.evictable_size() == 8

@@ -4,10 +4,27 @@ import pytest
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from refcache.engine.alloc import available_and_evictable_str
+from refcache.engine import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_TOKEN,
+    AbortReq,
+    AddReqResult,
+    PrefillAdder,
+    Req,
+    SamplingParams,
+    ScheduleBatch,
+    Scheduler,
+    TokenizedGenerateReqInput,
+)
+from refcache.engine.alloc import (
+    alloc_for_decode,
+    alloc_paged_token_slots_extend,
+    available_and_evictable_str,
+)
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.events import BlockRemoved, BlockStored
-from refcache.keys import RadixKey
+from refcache.keys import RadixKey, compose_extra_key
 from refcache.tree import RadixCache, TreeNode, strategies
 from refcache.types import (
     CacheInitParams,
@@ -17,6 +34,7 @@ from refcache.types import (
     InsertParams,
     InsertResult,
     MatchPrefixParams,
+    ServerArgs,
 )
 
 
@@ -184,3 +202,173 @@ def test_one_token_pages_go_to_either_allocator():
     assert RadixCache(CacheInitParams(False, None, allocator, 1)).device == torch.device("cpu")
     with pytest.raises(UnknownName, match="did you mean 'slru'"):
         tree(eviction_policy="slr")
+
+
+# ---- requests and the loop -----------------------------------------------------------------------
+
+
+def test_a_request_is_made_as_sglang_makes_one():
+    params = SamplingParams(7, stop_token_ids=[3])
+    req = Req("r", "some text", [1, 2], params, lora_id="x", routing_key="k", eos_token_ids={5})
+    assert (req.rid, req.origin_input_text) == ("r", "some text")
+    assert req.origin_input_ids.tolist() == [1, 2]
+    assert req.sampling_params.max_new_tokens == 7
+    assert req.stop_token_ids == {3, 5}
+    assert req.extra_key == compose_extra_key(lora_id="x")
+    assert (req.routing_key, req.priority) == ("k", None)
+    req.time_stats.wait_queue_entry_time = 4
+    assert Req("r", None, [1], SamplingParams(ignore_eos=True)).stop_token_ids == set()
+
+
+def test_what_is_not_modelled_is_refused_by_name():
+    assert Req("r", "", [1], SamplingParams(), return_logprob=False, session=None).rid == "r"
+    with pytest.raises(InvalidArgument, match="return_logprob=True of request 'r'"):
+        Req("r", "", [1], SamplingParams(), return_logprob=True)
+    with pytest.raises(InvalidArgument, match="prioritee=3 of Req: expected no such argument"):
+        Req("r", "", [1], SamplingParams(), prioritee=3)
+    with pytest.raises(InvalidArgument, match="n=2 of SamplingParams: expected 1"):
+        SamplingParams(n=2)
+    assert SamplingParams(stop=[], temperature=0.7, top_p=0.9).stop_token_ids == frozenset()
+    with pytest.raises(InvalidArgument, match=r"stop='x' of SamplingParams"):
+        SamplingParams(8, "x")
+    with pytest.raises(InvalidArgument, match=r"input_embeds=.* of request 'r'"):
+        TokenizedGenerateReqInput(rid="r", input_ids=[1], input_embeds=[[0.5]])
+    with pytest.raises(InvalidArgument, match="dllm_config=1 of PrefillAdder"):
+        PrefillAdder(1, None, None, None, 1.0, 1, None, dllm_config=1)
+    with pytest.raises(InvalidArgument, match="token_per_req=2: expected 1"):
+        alloc_for_decode(None, token_per_req=2)
+
+
+def test_finish_reasons_are_told_to_a_client():
+    assert FINISH_LENGTH(3).to_json() == {"type": "length", "length": 3}
+    assert FINISH_MATCHED_TOKEN(7).to_json() == {"type": "stop", "matched": 7}
+    told = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    assert FINISH_ABORT().to_json() == told
+    assert FINISH_ABORT("no room", 503).to_json() == told | {
+        "message": "no room",
+        "status_code": 503,
+    }
+    assert (FINISH_ABORT().is_error, FINISH_LENGTH(3).is_error) == (True, False)
+
+
+def test_a_batch_of_requests_needs_no_pools():
+    req = Req("r", None, [1], SamplingParams())
+    batch = ScheduleBatch(reqs=[req])
+    assert batch.reqs == [req]
+    batch.filter_batch(chunked_req_to_exclude=req)
+    assert batch.is_empty()
+
+
+def test_a_budget_shrinks_by_what_decodes_in_the_same_batch():
+    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float16, "cpu", None)
+    cache = RadixCache(CacheInitParams(False, None, allocator, 4))
+    adder = PrefillAdder(4, cache, allocator, None, 1.0, 64, 32, mixed_with_decode_tokens=3)
+    assert (adder.rem_input_tokens, adder.rem_chunk_tokens) == (61, 29)
+    assert (adder.rem_total_tokens, adder.cur_rem_tokens) == (61, 61)
+
+
+def test_a_prompt_is_cut_where_the_truncation_is_aligned():
+    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float16, "cpu", None)
+    cache = RadixCache(CacheInitParams(False, None, allocator, 4))
+    for align, cut in ((None, 20), (8, 16), (64, None)):
+        adder = PrefillAdder(4, cache, allocator, None, 1.0, 64, 20, prefill_max_requests=1)
+        req = Req("r", None, range(30), SamplingParams(1))
+        req.init_next_round_input(cache)
+        adder.add_one_req(req, has_chunked_req=False, truncation_align_size=align)
+        assert [r.extend_input_len for r in adder.can_run_list] == ([cut] if cut else [])
+        assert adder.log_input_tokens == (cut or 0)
+        if cut:
+            assert adder.add_one_req(req, False, align) is AddReqResult.OTHER  # one a batch
+            cache.dec_lock_ref(req.last_node)
+
+
+def test_slots_come_with_the_state_before_them():
+    cache = tree(page_size=4)
+    allocator = cache.token_to_kv_pool_allocator
+    one = torch.tensor([0]), torch.tensor([0]), torch.tensor([6]), torch.tensor([6])
+    slots, state = alloc_paged_token_slots_extend(
+        cache, *one, torch.tensor([-1]), 6, backup_state=True
+    )
+    assert (len(slots), allocator.available_size()) == (6, 8)
+    allocator.restore_state(state)
+    assert allocator.available_size() == 16
+
+
+def serving(**more: object) -> Scheduler:
+    args = ServerArgs(max_total_tokens=64, context_length=64, chunked_prefill_size=-1, **more)
+    assert args.chunked_prefill_size is None
+    return Scheduler(args)
+
+
+def run(scheduler: Scheduler, steps: int | None = None) -> list[str]:
+    """Some steps, or all there are; the names of what has finished, in order."""
+    while not scheduler.is_idle() and steps != 0:
+        scheduler.step()
+        steps = None if steps is None else steps - 1
+    return [req.rid for req in scheduler.finished_reqs]
+
+
+def request(rid: str, outputs: int, **more: object) -> TokenizedGenerateReqInput:
+    tokens = [len(rid), *rid.encode()]
+    return TokenizedGenerateReqInput(rid, tokens, SamplingParams(outputs), **more)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_takes_the_place_of_one_of_lower_priority(overlap):
+    scheduler = serving(
+        max_running_requests=1,
+        enable_priority_scheduling=True,
+        disable_overlap_schedule=not overlap,
+    )
+    scheduler.submit(request("low", 20, priority=1))
+    run(scheduler, 4)
+    scheduler.submit(request("near", 2, priority=11))  # not higher by more than 10
+    run(scheduler, 3)
+    assert scheduler.num_retracted_reqs == 0
+    scheduler.abort_request(AbortReq("near"))
+    scheduler.submit(request("high", 2, priority=12))
+    assert run(scheduler) == ["near", "high", "low"]
+    assert scheduler.num_retracted_reqs == 1
+    assert [len(req.output_ids) for req in scheduler.finished_reqs] == [0, 2, 20]
+    (low,) = (req for req in scheduler.finished_reqs if req.rid == "low")
+    assert low.retraction_count == 1
+    assert (
+        scheduler.token_to_kv_pool_allocator.available_size()
+        + (scheduler.tree_cache.evictable_size())
+        == 64
+    )
+
+
+def test_preemption_can_be_off():
+    scheduler = serving(
+        max_running_requests=1, enable_priority_scheduling=True, disable_priority_preemption=True
+    )
+    scheduler.submit(request("low", 20, priority=0))
+    run(scheduler, 4)
+    scheduler.submit(request("high", 2, priority=99))
+    assert run(scheduler) == ["low", "high"]
+
+
+def test_an_abort_names_one_request_or_all():
+    scheduler = serving()
+    for rid in ("1", "10", "2"):
+        scheduler.submit(request(rid, 9))
+    run(scheduler, 2)
+    scheduler.submit(AbortReq(rid="1", abort_message="enough"))
+    run(scheduler, 2)
+    assert run(scheduler, 0) == ["1"]  # "10" goes on
+    assert scheduler.finished_reqs[0].finished_reason == FINISH_ABORT("enough")
+    scheduler.submit(AbortReq(abort_all=True))
+    assert sorted(run(scheduler)) == ["1", "10", "2"]
+    assert {type(req.finished_reason) for req in scheduler.finished_reqs} == {FINISH_ABORT}
+
+
+def test_an_adapter_is_a_part_of_the_namespace():
+    scheduler = serving()
+    scheduler.submit(TokenizedGenerateReqInput("r", [1, 2, 3], SamplingParams(2), lora_id="x"))
+    run(scheduler)
+    found = [
+        len(scheduler.tree_cache.match_prefix(MatchPrefixParams(key)).device_indices)
+        for key in (RadixKey([1, 2, 3]), RadixKey([1, 2, 3], compose_extra_key(lora_id="x")))
+    ]
+    assert found == [0, 3]

@@ -25,6 +25,11 @@ DEFAULTS = {
     "max_prefill_tokens": 16384,
     "kv_cache_dtype": "auto",
     "schedule_policy": "fcfs",
+    "enable_priority_scheduling": False,
+    "disable_priority_preemption": False,
+    "schedule_low_priority_values_first": False,
+    "priority_scheduling_preemption_threshold": 10,
+    "prefill_max_requests": None,
     "schedule_conservativeness": 1.0,
     "disable_overlap_schedule": False,
     "disable_radix_cache": False,
@@ -43,7 +48,10 @@ DEFAULTS = {
     "hicache_io_backend": "kernel",
     "hicache_mem_layout": "layer_first",
 }
-OURS = {"enable_kv_cache_events": False}  # SGLang: kv_events_config, a text that is not None
+OURS = {
+    "model_path": "",  # needed there
+    "enable_kv_cache_events": False,  # SGLang: kv_events_config, a text that is not None
+}
 
 
 def test_defaults_are_sglang_s_or_listed():

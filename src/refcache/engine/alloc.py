@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from refcache.errors import OutOfSlots
+from refcache.errors import InvalidArgument, OutOfSlots
 from refcache.types import EvictParams
 
 if TYPE_CHECKING:
@@ -36,11 +36,16 @@ def _got(slots: torch.Tensor | None, what: str, tree_cache: Any) -> torch.Tensor
     return slots
 
 
-def alloc_token_slots(tree_cache: Any, num_tokens: int) -> torch.Tensor:
-    """``num_tokens`` slots at page size 1, int64."""
+def alloc_token_slots(tree_cache: Any, num_tokens: int, backup_state: bool = False) -> Any:
+    """``num_tokens`` slots at page size 1, int64.
+
+    With ``backup_state`` the allocator's state before it, too, for its ``restore_state``.
+    """
+    allocator = tree_cache.token_to_kv_pool_allocator
     evict_from_tree_cache(tree_cache, num_tokens)
-    slots = tree_cache.token_to_kv_pool_allocator.alloc(num_tokens)
-    return _got(slots, f"alloc of {num_tokens} tokens", tree_cache)
+    state = allocator.backup_state() if backup_state else None
+    slots = _got(allocator.alloc(num_tokens), f"alloc of {num_tokens} tokens", tree_cache)
+    return (slots, state) if backup_state else slots
 
 
 def alloc_paged_token_slots_extend(
@@ -51,20 +56,35 @@ def alloc_paged_token_slots_extend(
     seq_lens_cpu: torch.Tensor,
     last_loc: torch.Tensor,
     extend_num_tokens: int,
-) -> torch.Tensor:
-    """Slots for an extend; room is made for one page more a request than its tokens fill."""
+    backup_state: bool = False,
+) -> Any:
+    """Slots for an extend, int64; room is made for one page more a request than its tokens fill.
+
+    With ``backup_state`` the allocator's state before it, too.
+    """
     allocator = tree_cache.token_to_kv_pool_allocator
     evict_from_tree_cache(tree_cache, extend_num_tokens + len(seq_lens_cpu) * allocator.page_size)
+    state = allocator.backup_state() if backup_state else None
     slots = allocator.alloc_extend(
         prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens
     )
-    return _got(slots, f"alloc_extend of {extend_num_tokens} tokens", tree_cache)
+    slots = _got(slots, f"alloc_extend of {extend_num_tokens} tokens", tree_cache)
+    return (slots, state) if backup_state else slots
 
 
 def alloc_paged_token_slots_decode(
-    tree_cache: Any, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    tree_cache: Any,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+    token_per_req: int = 1,
 ) -> torch.Tensor:
-    """One slot a request; room is made for one page a request."""
+    """One slot a request; room is made for one page a request.
+
+    Raises:
+        InvalidArgument: another ``token_per_req``, which speculation needs.
+    """
+    _check_token_per_req(token_per_req)
     allocator = tree_cache.token_to_kv_pool_allocator
     evict_from_tree_cache(tree_cache, len(seq_lens_cpu) * allocator.page_size)
     slots = allocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
@@ -115,11 +135,21 @@ def alloc_for_extend(batch: "ScheduleBatch") -> tuple[torch.Tensor, torch.Tensor
     return out_cache_loc, torch.tensor(rows, device=batch.device), rows
 
 
-def alloc_for_decode(batch: "ScheduleBatch") -> torch.Tensor:
-    """One slot a request for its token ``seq_lens[i] - 1``, written to ``req_to_token``; int64."""
+def _check_token_per_req(token_per_req: int) -> None:
+    if token_per_req != 1:
+        raise InvalidArgument(f"{token_per_req=}: expected 1, speculation is not modelled")
+
+
+def alloc_for_decode(batch: "ScheduleBatch", token_per_req: int = 1) -> torch.Tensor:
+    """One slot a request for its token ``seq_lens[i] - 1``, written to ``req_to_token``; int64.
+
+    Raises:
+        InvalidArgument: another ``token_per_req``, which speculation needs.
+    """
+    _check_token_per_req(token_per_req)
     positions = batch.seq_lens - 1
     if batch.tree_cache.page_size == 1:
-        out_cache_loc = alloc_token_slots(batch.tree_cache, len(batch.reqs))
+        out_cache_loc: torch.Tensor = alloc_token_slots(batch.tree_cache, len(batch.reqs))
     else:
         # a request that decodes has a prompt, so its last token has a slot
         last_loc = batch.req_to_token_pool.read(batch.req_pool_indices, positions - 1)

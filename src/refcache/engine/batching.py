@@ -23,6 +23,7 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
     page_size: int
     max_running_requests: int
     enable_hierarchical_cache: bool
+    enable_priority_preemption: bool
     enable_overlap: bool
     model_config: ModelConfig
     spec_algorithm: SpeculativeAlgorithm
@@ -84,9 +85,10 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
         if self.enable_hierarchical_cache:
             self.tree_cache.check_hicache_events()
         running = self.running_batch
+        if self.enable_priority_preemption:
+            running.batch_is_full = False  # it may be so for lower priorities only
         if (running.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None
-        allocatable = self.get_num_allocatable_reqs(running.batch_size())
         self.policy.calc_priority(self.waiting_queue)
         adder = PrefillAdder(
             self.page_size,
@@ -96,6 +98,9 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
             self.new_token_ratio,
             self.server_args.max_prefill_tokens,
             self.server_args.chunked_prefill_size,
+            0,
+            self.server_args.priority_scheduling_preemption_threshold,
+            prefill_max_requests=self.server_args.prefill_max_requests,
         )
         if self.chunked_req is not None:
             self.chunked_req.init_next_round_input()
@@ -104,17 +109,21 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
                 self._retract_chunked_req(chunked)
                 return None
         for req in self.waiting_queue:
-            if len(adder.can_run_list) >= allocatable:
+            if len(adder.can_run_list) >= self.get_num_allocatable_reqs(running.batch_size()):
                 running.batch_is_full = True
-            if running.batch_is_full:
+            if running.batch_is_full and not (
+                self.enable_priority_preemption and adder.preempt_to_schedule(req, self.server_args)
+            ):
                 break
             req.init_next_round_input(self.tree_cache)
-            result = adder.add_one_req(req)
+            result = adder.add_one_req(req, has_chunked_req=self.chunked_req is not None)
             if result is not AddReqResult.CONTINUE:
                 if result is AddReqResult.NO_TOKEN:
                     # with nothing running, nothing would ever make it less full
                     running.batch_is_full = bool(adder.can_run_list) or not running.is_empty()
                 break
+        for req in adder.preempt_list:
+            self._back_to_queue(req, len(self.waiting_queue))
         if not adder.can_run_list:
             return None
         if adder.new_chunked_req is not None:
@@ -149,10 +158,10 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
         """Its next chunk has no room: its whole pages stay cached, and it queues again, first."""
         self.chunked_req = None
         release_kv_cache(req, self.tree_cache, is_insert=False)
+        req.reset_for_retract()
         self._back_to_queue(req, 0)
 
     def _back_to_queue(self, req: Req, place: int) -> None:
-        req.reset_for_retract()
         self.num_retracted_reqs += 1
         self.waiting_queue.insert(place, req)
         self.observer.on_retract(req)
@@ -165,7 +174,7 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
             self.tree_cache.flush_write_through_acks()
         forced, self._retraction_requested = self._retraction_requested, False
         if not batch.is_empty() and (forced or not batch.check_decode_mem()):
-            retracted, self.new_token_ratio = batch.retract_decode()
+            retracted, self.new_token_ratio, _ = batch.retract_decode(self.server_args)
             for req in retracted:
                 self._back_to_queue(req, len(self.waiting_queue))
         else:

@@ -60,7 +60,7 @@ class SchedulerOutputProcessorMixin:
                 continue
             req.output_ids.append(token)
             # most requests go on: ask those that may not
-            last = len(req.output_ids) >= req.max_new_tokens
+            last = len(req.output_ids) >= req.sampling_params.max_new_tokens
             if (last or req.to_finish or req.stop_token_ids) and req.check_finished():
                 self._finish(req)
         self.token_to_kv_pool_allocator.free_group_end()

@@ -13,14 +13,15 @@ is computed, but only whole pages go to the tree.
 """
 
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from refcache.engine.io_struct import SamplingParams
-from refcache.errors import DoubleFree
-from refcache.keys import TOKEN, RadixKey
+from refcache.engine.io_struct import REFUSED_REQUEST, SamplingParams, refuse_unmodelled
+from refcache.errors import DoubleFree, InvalidArgument
+from refcache.keys import TOKEN, RadixKey, compose_extra_key, token_array
 from refcache.types import MatchPrefixParams
 
 EMPTY = torch.empty(0, dtype=torch.int64)
@@ -28,7 +29,12 @@ EMPTY = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True)
 class BaseFinishReason:
-    """Why a request ended."""
+    """Why a request ended; ``to_json``: the same for a client."""
+
+    is_error: ClassVar[bool] = False
+
+    def to_json(self) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class FINISH_LENGTH(BaseFinishReason):  # noqa: N801
 
     length: int
 
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "length", "length": self.length}
+
 
 @dataclass(frozen=True)
 class FINISH_MATCHED_TOKEN(BaseFinishReason):  # noqa: N801
@@ -44,43 +53,102 @@ class FINISH_MATCHED_TOKEN(BaseFinishReason):  # noqa: N801
 
     matched: int
 
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "stop", "matched": self.matched}
+
 
 @dataclass(frozen=True)
 class FINISH_ABORT(BaseFinishReason):  # noqa: N801
-    """It was aborted or refused."""
+    """It was aborted or refused; without a ``message`` it says "Aborted"."""
 
-    message: str = "aborted"
+    is_error: ClassVar[bool] = True
+    message: str | None = None
+    status_code: int | None = None
+    err_type: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", self.message or "Aborted")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "abort", **vars(self)}
+
+
+@dataclass
+class ReqTimeStats:
+    """``wait_queue_entry_time``: when it came into the queue, in steps of the loop."""
+
+    wait_queue_entry_time: float = 0.0
+
+
+REFUSED = REFUSED_REQUEST | {
+    "dllm_config": None, "origin_input_ids_unpadded": None, "session": None, "disagg_mode": None,
+    "disagg_prefill_dp_rank": None, "routed_dp_rank": None, "metrics_collector": None,
+    "dimensions": None,
+}  # fmt: skip
 
 
 class Req:
     """See the module docstring. Implements :class:`refcache.types.CacheReq`.
 
+    Args:
+        rid: its name.
+        origin_input_text: kept; text is not modelled.
+        origin_input_ids: the prompt.
+        sampling_params: when it stops.
+        extra_key: its namespace; ``lora_id`` is a part of it.
+        priority: for the schedule and the eviction policy.
+        routing_key: for the schedule policy of that name.
+        eos_token_ids: stop tokens of the model, besides those of ``sampling_params``.
+        stream, vocab_size, http_worker_ipc: kept; nothing here reads them.
+        unmodelled: an argument of :data:`REFUSED`, with its neutral value.
+
     Attributes:
+        time_stats: when it came into the queue.
         cached_tokens: prompt tokens that the cache had at the first admission (None before).
         is_chunked: chunks launched, but not the last one, whose result is not processed yet.
         retraction_count: how often it lost its memory and went back to the queue.
         to_finish: set from outside (an abort); becomes ``finished_reason`` at the next result.
     """
 
+    cached_tokens: int | None = None
+
     def __init__(
         self,
         rid: str,
-        origin_input_ids: "array[int]",
+        origin_input_text: str | None,
+        origin_input_ids: Sequence[int],
         sampling_params: SamplingParams,
+        *,
+        stream: bool = False,
+        lora_id: str | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        vocab_size: int | None = None,
+        priority: int | None = None,
         extra_key: str | None = None,
-        priority: int = 0,
+        routing_key: str | None = None,
+        http_worker_ipc: str | None = None,
+        time_stats: ReqTimeStats | None = None,
+        **unmodelled: Any,
     ) -> None:
+        for name in unmodelled.keys() - REFUSED.keys():
+            raise InvalidArgument(f"{name}={unmodelled[name]!r} of Req: expected no such argument")
+        refuse_unmodelled(f"request {rid!r}", unmodelled, REFUSED)
         self.rid = rid
-        self.origin_input_ids = origin_input_ids
+        self.origin_input_text = origin_input_text
+        self.origin_input_ids = token_array(origin_input_ids)
         self.sampling_params = sampling_params
-        self.max_new_tokens = sampling_params.max_new_tokens
-        self.stop_token_ids = (
-            frozenset() if sampling_params.ignore_eos else sampling_params.stop_token_ids
-        )
-        self.extra_key = extra_key
+        stops = frozenset(eos_token_ids or ()) | frozenset(sampling_params.stop_token_ids or ())
+        self.eos_token_ids = eos_token_ids
+        self.stop_token_ids = frozenset() if sampling_params.ignore_eos else stops
+        self.extra_key = extra_key if lora_id is None else compose_extra_key(lora_id, extra_key)
+        self.lora_id = lora_id
+        self.routing_key = routing_key
         self.priority = priority
+        self.stream = stream
+        self.vocab_size = vocab_size
+        self.http_worker_ipc = http_worker_ipc
+        self.time_stats = time_stats or ReqTimeStats()
         self.output_ids: array[int] = array(TOKEN)
-        self.cached_tokens: int | None = None
         self.retraction_count = -1
         self.finished_reason: BaseFinishReason | None = None
         self.to_finish: BaseFinishReason | None = None
@@ -167,8 +235,8 @@ class Req:
         """Decide after a new output whether it was the last."""
         if self.to_finish is not None:
             self.finished_reason, self.to_finish = self.to_finish, None
-        elif len(self.output_ids) >= self.max_new_tokens:
-            self.finished_reason = FINISH_LENGTH(self.max_new_tokens)
+        elif len(self.output_ids) >= self.sampling_params.max_new_tokens:
+            self.finished_reason = FINISH_LENGTH(self.sampling_params.max_new_tokens)
         elif self.output_ids[-1] in self.stop_token_ids:
             self.finished_reason = FINISH_MATCHED_TOKEN(self.output_ids[-1])
         return self.finished_reason is not None

@@ -26,9 +26,9 @@ from refcache.engine.alloc import (
 )
 from refcache.engine.models.config import ModelConfig
 from refcache.engine.req import Req
-from refcache.runtime import Runtime
+from refcache.runtime import ImmediateRuntime, Runtime
 from refcache.tags import as_tensor
-from refcache.types import SpeculativeAlgorithm
+from refcache.types import ServerArgs, SpeculativeAlgorithm
 
 RETRACT_DECODE_STEPS = 20  # steps of room that a retraction tries to make for those that stay
 
@@ -42,8 +42,15 @@ class ForwardMode(Enum):
     def is_extend(self) -> bool:
         return self is ForwardMode.EXTEND
 
+    def is_prefill(self) -> bool:
+        return self.is_extend()
+
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
+
+    def is_decode_or_idle(self) -> bool:
+        """Decoding; a batch without requests is never run here."""
+        return self.is_decode()
 
 
 @dataclass
@@ -95,15 +102,16 @@ class ScheduleBatch:
     def __init__(
         self,
         reqs: list[Req],
-        req_to_token_pool: Any,
-        token_to_kv_pool_allocator: Any,
-        tree_cache: Any,
-        model_config: ModelConfig,
-        enable_overlap: bool,
-        spec_algorithm: SpeculativeAlgorithm,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+        tree_cache: Any = None,
+        model_config: ModelConfig | None = None,
+        enable_overlap: bool = False,
+        spec_algorithm: SpeculativeAlgorithm | None = None,
         chunked_req: Req | None = None,
         runtime: Runtime | None = None,
     ) -> None:
+        """:meth:`init_new` makes batches that run; one without pools only holds requests."""
         self.reqs = reqs
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
@@ -112,9 +120,10 @@ class ScheduleBatch:
         self.enable_overlap = enable_overlap
         self.spec_algorithm = spec_algorithm
         self.chunked_req = chunked_req
-        self.runtime: Runtime = runtime or req_to_token_pool.runtime
+        pool = req_to_token_pool
+        self.runtime: Runtime = runtime or (ImmediateRuntime() if pool is None else pool.runtime)
         self.return_logprob = False
-        self.device = req_to_token_pool.device
+        self.device = "cpu" if pool is None else pool.device
         self.batch_is_full = False
         self.output_ids: torch.Tensor | None = None
         self.prefix_lens: list[int] = []
@@ -218,14 +227,18 @@ class ScheduleBatch:
         for req in self.reqs:
             req.kv_committed_len = req.kv_allocated_len = req.kv_committed_len + 1
 
-    def get_model_worker_batch(self) -> ModelWorkerBatch:
+    def get_model_worker_batch(
+        self, seq_lens_cpu_cache: torch.Tensor | None = None
+    ) -> ModelWorkerBatch:
+        """What the forward gets; ``seq_lens_cpu_cache``: its lengths on the host, if known."""
+        lengths = self.seq_lens_cpu if seq_lens_cpu_cache is None else seq_lens_cpu_cache
         extend = self.forward_mode.is_extend()
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
             input_ids=self.input_ids,
             req_pool_indices=self.req_pool_indices,
             seq_lens=self.seq_lens,
-            seq_lens_cpu=self.seq_lens_cpu,
+            seq_lens_cpu=lengths,
             out_cache_loc=self.out_cache_loc,
             extend_prefix_lens=self.prefix_lens if extend else [],
             extend_seq_lens=self.extend_lens if extend else [],
@@ -238,15 +251,17 @@ class ScheduleBatch:
 
     def filter_batch(
         self,
-        chunked_req_to_exclude: Sequence[Req] = (),
+        chunked_req_to_exclude: Req | Sequence[Req] | None = None,
         keep_indices: list[int] | None = None,
     ) -> None:
         """Keep the requests of ``keep_indices``; by default those that are not finished."""
+        excluded = chunked_req_to_exclude or ()
+        excluded = [excluded] if isinstance(excluded, Req) else excluded
         if keep_indices is None:
             keep_indices = [
                 i
                 for i, r in enumerate(self.reqs)
-                if r.finished_reason is None and r not in chunked_req_to_exclude
+                if r.finished_reason is None and r not in excluded
             ]
         if len(keep_indices) == len(self.reqs):
             return
@@ -288,14 +303,17 @@ class ScheduleBatch:
         available: int = self.token_to_kv_pool_allocator.available_size()
         return available >= num_tokens
 
-    def retract_decode(self) -> tuple[list[Req], float]:
+    def retract_decode(
+        self, server_args: ServerArgs | None = None
+    ) -> tuple[list[Req], float, list[Req]]:
         """Give up requests until the next decode step fits: at least one, fewest outputs first.
 
         A retracted request loses its KV, keeps its outputs, and is prefilled again later. The last
         request too is given up if it does not fit; SGLang 0.5.10 aborts it instead.
 
         Returns:
-            The retracted requests, and a better estimate of ``new_token_ratio``.
+            The retracted requests, a better estimate of ``new_token_ratio``, and the requests to
+            abort: none.
         """
         order = sorted(
             range(len(self.reqs)),
@@ -306,17 +324,23 @@ class ScheduleBatch:
         while order and (
             (len(order) > 1 and not retracted) or not self.check_decode_mem(selected_indices=order)
         ):
-            req = self.reqs[order.pop()]
-            self.release_req(req, len(order))
-            retracted.append(req)
+            idx = order.pop()
+            self.release_req(idx, len(order), server_args)
+            retracted.append(self.reqs[idx])
         self.filter_batch(keep_indices=order)
         decoded = sum(len(r.output_ids) for r in self.reqs)
-        wanted = sum(r.max_new_tokens for r in self.reqs)
+        wanted = sum(r.sampling_params.max_new_tokens for r in self.reqs)
         ratio = (decoded + RETRACT_DECODE_STEPS * len(self.reqs)) / (wanted + 1)
-        return retracted, min(1.0, ratio)
+        return retracted, min(1.0, ratio), []
 
-    def release_req(self, req: Req, remaining_req_count: int) -> None:
-        """Take everything from a request; make room for the steps of those that remain."""
+    def release_req(
+        self, idx: int, remaing_req_count: int, server_args: ServerArgs | None = None
+    ) -> None:
+        """Take everything from a request; make room for the steps of those that remain.
+
+        ``server_args``: nothing reads it, as KV is not offloaded here; the names are SGLang's.
+        """
+        req = self.reqs[idx]
         release_kv_cache(req, self.tree_cache, is_insert=False)
-        evict_from_tree_cache(self.tree_cache, remaining_req_count * RETRACT_DECODE_STEPS)
+        evict_from_tree_cache(self.tree_cache, remaing_req_count * RETRACT_DECODE_STEPS)
         req.reset_for_retract()

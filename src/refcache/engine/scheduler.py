@@ -12,12 +12,13 @@ owner's forward comes later on that stream. Choosing a batch is in
 :mod:`refcache.engine.batching`, results in :mod:`refcache.engine.output_processor`.
 
 Models SGLang 0.5.10's ``Scheduler`` for one rank that prefills and decodes; left out: grammars,
-LoRA, speculation, disaggregation, priority preemption, mixed chunks, metrics, the control plane.
+LoRA, speculation, disaggregation, mixed chunks, metrics, the control plane.
 """
 
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from refcache.engine.batching import SchedulerBatchingMixin
@@ -33,12 +34,11 @@ from refcache.engine.model_runner import (
 from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import RowCheck
 from refcache.engine.observer import SchedulerObserver
-from refcache.engine.req import FINISH_ABORT, Req
+from refcache.engine.req import FINISH_ABORT, Req, ReqTimeStats
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.schedule_policy import SchedulePolicy
 from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
 from refcache.errors import InvalidArgument, NotIdle
-from refcache.keys import token_array
 from refcache.pool import KVCache
 from refcache.runtime import Runtime
 from refcache.tree import HiRadixCache, RadixCache
@@ -111,6 +111,9 @@ class Scheduler(SchedulerBatchingMixin):
         self.observer = observer or SchedulerObserver()
         self.enable_overlap = not server_args.disable_overlap_schedule
         self.enable_hierarchical_cache = server_args.enable_hierarchical_cache
+        self.enable_priority_preemption = (
+            server_args.enable_priority_scheduling and not server_args.disable_priority_preemption
+        )
         self.model_runner = ModelRunner(
             server_args,
             self.model_config,
@@ -253,7 +256,7 @@ class Scheduler(SchedulerBatchingMixin):
     def process_input_requests(self, recv_reqs: list[TokenizedGenerateReqInput | AbortReq]) -> None:
         for request in recv_reqs:
             if isinstance(request, AbortReq):
-                self.abort_request(request.rid)
+                self.abort_request(request)
             else:
                 self.handle_generate_request(request)
 
@@ -272,10 +275,14 @@ class Scheduler(SchedulerBatchingMixin):
             raise InvalidArgument(f"rid {recv_req.rid!r}: a request of that name is running")
         req = Req(
             recv_req.rid,
-            token_array(recv_req.input_ids),
+            recv_req.input_text,
+            recv_req.input_ids,
             recv_req.sampling_params,
-            recv_req.extra_key,
-            recv_req.priority,
+            lora_id=recv_req.lora_id,
+            priority=recv_req.priority,
+            extra_key=recv_req.extra_key,
+            routing_key=recv_req.routing_key,
+            time_stats=ReqTimeStats(self.forward_ct),
         )
         self.live_reqs[req.rid] = req
         prompt = len(req.origin_input_ids)
@@ -287,20 +294,23 @@ class Scheduler(SchedulerBatchingMixin):
             )
             self._hand_out(req)
             return
-        req.max_new_tokens = max(1, min(req.max_new_tokens, self.max_req_len - prompt))
+        outputs = max(1, min(req.sampling_params.max_new_tokens, self.max_req_len - prompt))
+        req.sampling_params = replace(req.sampling_params, max_new_tokens=outputs)
         self.waiting_queue.append(req)
 
-    def abort_request(self, rid: str) -> None:
-        """End a request early: at once if it waits, else at its next result or chunk boundary."""
-        req = self.live_reqs.get(rid)
-        if req is None:
-            return
-        if req in self.waiting_queue:
-            self.waiting_queue.remove(req)
-            req.finished_reason = FINISH_ABORT()
-            self._hand_out(req)
-        else:
-            req.to_finish = FINISH_ABORT()
+    def abort_request(self, recv_req: AbortReq) -> None:
+        """End requests early: at once one that waits, else at its next result or chunk boundary.
+
+        ``rid`` is a whole name. (SGLang's is a beginning: "1" ends "10" too, and "" all.)
+        """
+        named = list(self.live_reqs) if recv_req.abort_all else [recv_req.rid]
+        for req in [self.live_reqs[rid] for rid in named if rid in self.live_reqs]:
+            if req in self.waiting_queue:
+                self.waiting_queue.remove(req)
+                req.finished_reason = FINISH_ABORT(recv_req.abort_message)
+                self._hand_out(req)
+            else:
+                req.to_finish = FINISH_ABORT(recv_req.abort_message)
 
     def force_retraction(self) -> None:
         """Have the next decode step retract as if memory had run out."""

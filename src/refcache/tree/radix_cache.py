@@ -218,7 +218,7 @@ class RadixCache(RadixTree):
                 key=key,
                 value=slots[: len(key)],
                 chunked=chunked,
-                priority=req.priority,
+                priority=req.priority or 0,
                 counted_len=getattr(req, "cache_counted_len", 0),
             )
         )

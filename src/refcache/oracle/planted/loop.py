@@ -86,9 +86,9 @@ def _rows_swapped(original: Function) -> Function:
 
 
 def _retracted_keeps_lock(original: Function) -> Function:
-    def release_req(self: Any, req: Any, remaining_req_count: int) -> None:
-        self.tree_cache.inc_lock_ref(req.last_node)
-        original(self, req, remaining_req_count)
+    def release_req(self: Any, idx: int, *rest: Any) -> None:
+        self.tree_cache.inc_lock_ref(self.reqs[idx].last_node)
+        original(self, idx, *rest)
 
     return release_req
 
