@@ -1,13 +1,13 @@
-"""The copy-engine strategy: what ``io_backend="direct"`` does on CUDA.
+"""Copies by the copy engine through a staging buffer: long copies where rows are scattered.
 
+What :mod:`refcache_ops.engine` does for backups into layouts that keep a page's layers together.
 Rows are scattered on the device and (in sorted order) come in runs on the host. So the copy kernel
 gathers them into a staging buffer *in the host's layout*, and the copy engine moves each run; loads
 go the other way. The copy engine needs no multiprocessor: a kernel that runs beside it is slowed
 only while rows are gathered or scattered, at the speed of device memory.
 
 Index tensors are on the CPU: runs are found there. A pair with a negative slot is skipped, as the
-ops do. Pays when runs are long (see :func:`choose`); a layout whose blocks are pages takes whole
-host pages only.
+ops do. A layout whose blocks are pages takes whole host pages only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,6 @@ from refcache_ops.copy.plan import Transfer, plan_transfer
 from refcache_ops.driver import copy_many
 
 STAGE_BYTES = 32 << 20  # of each of two staging buffers
-
-# Host runs from which "auto" takes the copy engine: (device to host, host to device), bytes.
-DIRECT_FROM = (16 << 10, 16 << 10)
 
 
 class Pieces(NamedTuple):
@@ -81,11 +78,6 @@ def run_bytes(
     found = pieces(where, 0, layer_num if whole else 1, 1, whole=whole)
     blocks = page_size // found.block
     return found.length * (blocks if found.length == found.stride else 1)
-
-
-def choose(run: int, *, to_host: bool) -> str:
-    """The rule of ``io_backend="auto"``: "direct" for host runs of ``run`` bytes, or "kernel"."""
-    return "direct" if run >= DIRECT_FROM[0 if to_host else 1] else "kernel"
 
 
 def backup_all_layer(

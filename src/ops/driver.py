@@ -1,10 +1,11 @@
 """The few calls of the CUDA driver that PyTorch does not offer, through ``ctypes``.
 
-Stream waits on a value in device memory (how a stream waits for one layer of ``load_layers``), and
-many host-device copies in one call (the copy-engine strategy).
+Streams that wait for a value in device memory (how a stream waits for one layer) or write one (how
+the copy engine announces it), and many host-device copies in one call (the copy-engine strategy).
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -63,6 +64,45 @@ def wait_flag(
     flag = layer_flags.data_ptr() + 8 * layer
     code = _wait_value()(stream.cuda_stream, flag, epoch * FLAG_EPOCH, _WAIT_UNTIL_AT_LEAST)
     _check(code, "cuStreamWaitValue64")
+
+
+def raise_flag(
+    layer_flags: torch.Tensor, layer: int, epoch: int, stream: torch.cuda.Stream | None = None
+) -> None:
+    """Behind all work of ``stream`` (by default the current one) load ``epoch`` of a layer is done.
+
+    The stream writes ``layer_flags[layer]`` itself; no kernel runs. The host does not wait.
+
+    Raises:
+        DriverError: the driver refused the write.
+    """
+    stream = stream or torch.cuda.current_stream(layer_flags.device)
+    flag = layer_flags.data_ptr() + 8 * layer
+    code = _driver().cuStreamWriteValue64_v2(
+        ctypes.c_void_p(stream.cuda_stream),
+        ctypes.c_uint64(flag),
+        ctypes.c_uint64(epoch * FLAG_EPOCH),
+        ctypes.c_uint(0),
+    )
+    _check(code, "cuStreamWriteValue64")
+
+
+def enter_context() -> Callable[[], None]:
+    """A function that lets another host thread call the driver for the current device.
+
+    PyTorch's calls find their device by themselves; the driver's want its context to be current.
+
+    Raises:
+        DriverError: the driver refused; on the thread, too.
+    """
+    context = ctypes.c_void_p()
+    torch.cuda.current_stream().query()  # makes the context, where there is none yet
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+
+    def enter() -> None:
+        _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+    return enter
 
 
 class _Attributes(ctypes.Structure):

@@ -43,13 +43,14 @@ def resolve(name: str | None = None, device: str = "cpu") -> Backend:
 def copy_engine() -> Any:
     """The module that copies for ``io_backend="direct"`` on a CUDA device.
 
-    Its ``backup_all_layer`` and ``load_per_layer`` have the reference's signatures; ``choose`` and
-    ``run_bytes`` are the rule of "auto".
+    Its ``backup_all_layer`` and ``load_per_layer`` have the reference's signatures;
+    ``list_copies`` lists all layers once, to be issued one by one; ``copy_bytes`` says how long
+    each copy is, which the rules of :mod:`refcache.pool.transfer_rule` ask.
 
     Raises:
         MissingExtra: without Triton installed.
     """
-    return _ops("refcache_ops.direct")
+    return _ops("refcache_ops.engine")
 
 
 def _ops(module: str) -> Any:

@@ -76,6 +76,14 @@ class LoadSlotBusy(RefcacheError, RuntimeError):
     """The next producer slot of ``LayerDoneCounter`` still has a load that is not done."""
 
 
+class CopyFailed(RefcacheError, RuntimeError):
+    """A copy between the tiers was not made; ``__cause__`` says why."""
+
+
+class NeverDone(RefcacheError, RuntimeError):
+    """A wait for something that nothing will bring about any more (the simulated machine)."""
+
+
 class HostPoolTooSmall(RefcacheError, ValueError):
     """A host pool that is not larger than its device pool."""
 

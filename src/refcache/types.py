@@ -132,7 +132,7 @@ class ServerArgs:
     hicache_ratio: float = 2.0
     hicache_size: int = 0
     hicache_write_policy: str = "write_through"
-    hicache_io_backend: str = "kernel"
+    hicache_io_backend: str = "auto"
     hicache_mem_layout: str = "layer_first"
 
     def __post_init__(self) -> None:

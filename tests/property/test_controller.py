@@ -26,6 +26,7 @@ from refcache.errors import (
     WrongTier,
 )
 from refcache.pool import MHATokenToKVPool, MLATokenToKVPool, host_pool_for
+from refcache.pool.transfer_rule import TransferPlan
 from refcache.runtime import RaceFound, SimulatedRuntime, Tracker, drawn, eager, lazy
 from refcache.types import ServerArgs
 
@@ -268,11 +269,11 @@ def test_a_load_counts_with_all_its_tokens():
 
 def test_large_loads_have_a_launch_a_layer():
     r = rig()
-    layer_bytes = 2 * r.host.size_per_token // 2
-    for tokens, at_once in ((2, False), (1, True)):
-        r.host.small_load_bytes = layer_bytes
-        assert r.host.loads_at_once(tokens, "kernel") is at_once
-        assert not r.host.loads_at_once(tokens, "direct")
+    r.host.small_load_bytes = 2 * r.host.size_per_token // 2
+    for tokens, at_once in ((3, False), (2, True)):
+        assert r.host.plan_transfer("kernel", tokens, to_host=False).at_once is at_once
+        assert not r.host.plan_transfer("direct", tokens, to_host=False).at_once
+        assert not r.host.plan_transfer("kernel", tokens, to_host=True).at_once
     with pytest.raises(InvalidArgument, match="all layers at once: expected 'kernel'"):
         r.host.load_to_device_all_layer(r.pool, None, None, r.machine.flags(2), "direct")
 
@@ -455,20 +456,25 @@ def test_auto_is_decided_for_each_direction_and_places_the_index_tensors(monkeyp
     r = rig(io_backend="auto", at_once=False)
     asked, given = [], []
 
-    def choose(io_backend, *, to_host):
-        asked.append((io_backend, to_host))
-        return "direct" if to_host else "kernel"
+    def plan(io_backend, tokens, *, to_host, phase):
+        asked.append((io_backend, tokens, to_host, phase))
+        return TransferPlan("direct" if to_host else "kernel", 3, False, "said so")
 
     for name in ("backup_from_device_all_layer", "load_to_device_per_layer"):
-        monkeypatch.setattr(r.host, name, lambda *args: given.append(args[-1]))
-    monkeypatch.setattr(r.host, "choose_io_backend", choose)
+        monkeypatch.setattr(r.host, name, lambda *args: given.append(args[3:]))
+    monkeypatch.setattr(r.host, "plan_transfer", plan)
+    r.controller.phase = "decode"
     host_slots = r.controller.write(r.allocator.alloc(2))
+    assert r.controller.last_plan.io_backend == "direct"
+    assert given == []  # the thread has not come to it yet
     assert r.machine.current_stream().query()  # direct: no index tensor was moved
     r.controller.load(host_slots)
     r.controller.start_loading()
     assert not r.machine.current_stream().query()
-    assert asked == [("auto", True), ("auto", False)]
-    assert given == ["direct", "kernel", "kernel"]
+    r.machine.synchronize()
+    assert asked == [("auto", 2, True, "decode"), ("auto", 2, False, "decode")]
+    assert r.controller.last_plan.why == "said so"
+    assert sorted(given, key=len) == [("direct",), (0, "kernel", 3), (1, "kernel", 3)]
 
 
 # ---- eviction, reset, refusals -------------------------------------------------------------------

@@ -25,6 +25,16 @@ NAMES = [
     "graph-load",
     "alt-start",
     "alt-join",
+    "engine-write-start",
+    "engine-load-fence",
+    "engine-slots-computed",
+    "engine-slots-read",
+    "engine-flag",
+    "engine-decode-load",
+    "engine-host-reuse-d2h",
+    "engine-device-reuse-d2h",
+    "engine-host-reuse-h2d",
+    "engine-producer-reuse",
 ]
 
 

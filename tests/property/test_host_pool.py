@@ -524,7 +524,7 @@ def test_lock_of_the_pool_orders_host_threads():
         ("reference", False, "direct", "refcache.reference.transfer"),
         ("reference", True, "auto", "refcache.reference.transfer"),
         ("triton", True, "kernel", "torch._ops.refcache"),
-        ("triton", True, "direct", "refcache_ops.direct"),
+        ("triton", True, "direct", "refcache_ops.engine"),
         ("triton", False, "direct", "refcache.reference.transfer"),
     ],
 )
@@ -536,30 +536,55 @@ def test_io_backend_says_who_copies(backend, pinned, io_backend, copies):
         assert (function.__module__, function.__name__) == (copies, name)
 
 
-def test_auto_takes_the_copy_engine_where_the_shortest_run_is_long(monkeypatch):
+def test_rules_say_which_way_a_transfer_goes(monkeypatch):
     pytest.importorskip("triton")
-    from refcache_ops import direct
+    from refcache.pool import host_copies
+    from refcache.pool.transfer_rule import TransferRule
 
     device = MHATokenToKVPool(8, 4, torch.int64, 2, 4, LAYERS, "cpu", v_head_dim=2)
-    host = MHATokenToKVPoolHost(device, 2.0, 0, 4, "page_first", backend="triton")
-    # One page of V, every layer: 4 slots x 3 layers x 2 heads x 2 x 8 bytes. One layer is a row.
-    for limits, wanted in [
-        ((384, 32), ("direct", "direct")),
-        ((385, 32), ("kernel", "direct")),
-        ((384, 33), ("direct", "kernel")),
-    ]:
-        monkeypatch.setattr(direct, "DIRECT_FROM", limits)
-        assert (
-            host.choose_io_backend("auto", to_host=True),
-            host.choose_io_backend("auto", to_host=False),
-        ) == wanted
-        assert host.choose_io_backend("kernel", to_host=True) == "kernel"
+    host = MHATokenToKVPoolHost(device, 2.0, 0, 4, "page_first_direct", backend="triton")
+    piece = 4 * 2 * 2 * 8  # a page of V of one layer: slots, heads, width, bytes
+    rules = (
+        TransferRule(False, "direct", copy_bytes=piece),
+        TransferRule(True, "direct", copy_bytes=piece + 1),
+        TransferRule(True, "kernel", 5, phase="decode"),
+        TransferRule(True, "kernel", 3, min_bytes=4 * host.size_per_token),
+        TransferRule(True, "kernel", 2),
+        TransferRule(False, "kernel", 7, at_once=100),
+    )
+    monkeypatch.setattr(host_copies, "rules_for", lambda card: rules)
+
+    def plan(io_backend, tokens, to_host, phase=""):
+        return host.plan_transfer(io_backend, tokens, to_host=to_host, phase=phase)
+
+    assert plan("auto", 4, False)[:3] == ("direct", 0, False)
+    assert plan("auto", 4, True)[:3] == ("kernel", 3, False)
+    assert plan("auto", 3, True)[:3] == ("kernel", 2, False)
+    assert plan("auto", 4, True, "decode")[:3] == ("kernel", 5, False)
+    assert plan("direct", 4, True)[:3] == ("direct", 0, False)
+    layer = host.size_per_token // LAYERS
+    assert layer < 100 < 2 * layer
+    assert plan("kernel", 1, False)[:3] == ("kernel", 7, True)
+    assert plan("kernel", 2, False)[:3] == ("kernel", 7, False)
+    host.small_load_bytes = 2 * layer
+    assert plan("kernel", 2, False)[:3] == ("kernel", 7, True)
+    assert f"copies of {piece}" in plan("auto", 4, True).why
+    with pytest.raises(UnknownName, match="io_backend"):
+        plan("dircet", 4, True)
+
+
+def test_caps_reach_the_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    host = MHATokenToKVPoolHost(mha(), 2.0, 0, 2, "page_first", backend="triton")
+    function = host._copy_function("backup_all_layer", "kernel", 3)
+    assert function.keywords == {"max_programs": 3}
+    assert function.func is host._backend.backup_all_layer
 
 
 def test_auto_without_kernels_is_the_only_backend_that_serves():
     device = mha()
     for pinned, wanted in ((True, "kernel"), (False, "direct")):
         host = MHATokenToKVPoolHost(device, 2.0, 0, 2, "layer_first", pin_memory=pinned)
-        assert host.choose_io_backend("auto", to_host=True) == wanted
+        assert host.plan_transfer("auto", 2, to_host=True).io_backend == wanted
         two = torch.tensor([2, 3])
         host.backup_from_device_all_layer(device, two, two, "auto")

@@ -129,7 +129,7 @@ def test_slots_are_read_again_whoever_changed_them(engine: Any, side: str, owner
     assert all(torch.equal(a, b) for a, b in zip(want.raw, got.raw, strict=True))
 
 
-def test_run_bytes_and_the_rule() -> None:
+def test_run_bytes() -> None:
     row = 2048
     assert direct.run_bytes("layer_first", 64, 32, row) == 64 * row
     assert direct.run_bytes("page_first", 1, 32, row) == 32 * row
@@ -139,5 +139,3 @@ def test_run_bytes_and_the_rule() -> None:
     assert direct.run_bytes("page_first_direct", 64, 32, row, one_layer=True) == 64 * row
     assert direct.run_bytes("page_first", 64, 32, row, one_layer=True) == row
     assert direct.run_bytes("page_head", 64, 32, row, heads=8, one_layer=True) == row // 8
-    assert direct.choose(2048, to_host=True) == "kernel"
-    assert direct.choose(1 << 20, to_host=False) == "direct"

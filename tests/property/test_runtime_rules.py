@@ -5,7 +5,7 @@ from queue import Empty
 import pytest
 import torch
 
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, NeverDone
 from refcache.runtime import (
     DeadIndex,
     ImmediateRuntime,
@@ -561,6 +561,75 @@ def test_without_a_tracker_nothing_is_reported_and_regions_are_not_looked_at():
         with machine.stream(machine.Stream()):
             machine.launch("write", lambda i: None, writes=[None], indices=(torch.zeros(1),))
     machine.synchronize()
+
+
+# Rule 12: what a thread has promised is not done before it is kept.
+
+
+def test_job_comes_after_its_submit_and_the_jobs_before_it(machine, ran):
+    pool, thread = Pool(), machine.Thread("io")
+    machine.host_access("before", lambda: None, writes=cell(pool))
+    for name in ("first", "second"):
+        thread.submit(lambda name=name: machine.launch(name, lambda: None, reads=cell(pool)))
+    assert ran() == ["before"]
+    thread.drain()
+    machine.synchronize()
+    assert ran() == ["before", "first", "second"]
+    machine.host_access("after", lambda: None, writes=cell(pool))
+
+
+def test_promised_event_is_not_done_before_a_thread_recorded_it(machine):
+    stream, thread = machine.Stream("io"), machine.Thread("io")
+    event = machine.promise(stream)
+    assert not event.query()
+    thread.submit(lambda: event.record(stream))
+    event.synchronize()
+    assert event.query()
+
+
+def test_wait_for_a_promise_orders_what_was_issued_before_it_was_kept(machine, ran):
+    pool, stream, thread = Pool(), machine.Stream("io"), machine.Thread("io")
+    event = machine.promise(stream)
+
+    def copy():
+        with machine.stream(stream):
+            machine.launch("copy", lambda: None, writes=cell(pool))
+            event.record()
+
+    machine.current_stream().wait_event(event)
+    machine.launch("read", lambda: None, reads=cell(pool))
+    other = machine.Stream("other")
+    other.wait_stream(machine.current_stream())  # what waits for the waiter is ordered as well
+    with machine.stream(other):
+        machine.launch("write", lambda: None, writes=cell(pool))
+    thread.submit(copy)
+    machine.synchronize()
+    assert ran() == ["copy", "read", "write"]
+
+
+def test_flags_of_a_thread_are_raised_one_by_one(machine):
+    stream, thread, flags = machine.Stream("io"), machine.Thread("io"), machine.flags(2)
+    assert flags.parts[1].query()
+    machine.expect(flags, stream)
+    assert flags.epoch == 1
+    assert not any(event.query() for event in (*flags.parts, flags.finished))
+
+    def job(part):
+        with machine.stream(stream):
+            machine.raise_flag(flags, part)
+
+    for part in (1, 0):
+        thread.submit(lambda part=part: job(part))
+        flags.parts[part].synchronize()
+        assert [event.query() for event in flags.parts] == [part == 0, True]
+    assert not flags.finished.query()
+
+
+def test_wait_that_nothing_ends_is_reported(machine):
+    machine.current_stream().wait_event(machine.promise(machine.Stream("io")))
+    machine.launch("never", lambda: None)
+    with pytest.raises(NeverDone, match="no thread has a job left"):
+        machine.host_sync()
 
 
 def test_immediate_machine_has_the_whole_vocabulary():

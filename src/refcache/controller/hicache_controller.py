@@ -14,9 +14,10 @@ load        the caller's stream, as of the call;     the forward, layer by layer
             request has given back
 ==========  =======================================  ==========================================
 
-A write moves all layers in one launch, a load one layer a launch, or, where launches would take
-longer than the bytes, all layers in one launch that announces each (see
-:meth:`HostKVCache.loads_at_once`). Nothing is copied at ``load``: the loads of a batch are merged
+Who copies is decided for each copy by the rules of the card (:meth:`HostKVCache.plan_transfer`). A
+kernel writes all layers in one launch, and loads one layer a launch or all in one that announces
+each. The copy engine's copies are issued by a thread (:mod:`refcache.controller.copy_thread`),
+which announces each layer of a load. Nothing is copied at ``load``: the loads of a batch are merged
 and started together by ``start_loading``.
 
 Models SGLang 0.5.10's ``HiCacheController``, which lacks the waits for the forward stream and
@@ -25,15 +26,18 @@ pipeline stages, metrics.
 """
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
 
+from refcache.controller.copy_thread import CopyThread
 from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
-from refcache.errors import InvalidArgument, UnknownName, WrongTier
+from refcache.errors import CopyFailed, InvalidArgument, UnknownName, WrongTier
 from refcache.pool import HostKVCache
-from refcache.runtime import Runtime
+from refcache.pool.transfer_rule import TransferPlan
+from refcache.runtime import Flags, Runtime
 from refcache.types import IO_BACKENDS, WRITE_POLICIES
 
 
@@ -46,8 +50,8 @@ class HiCacheController:
         page_size: of both.
         tp_group, load_cache_event: kept for the owner; the controller itself needs neither.
         write_policy: kept for the owner.
-        io_backend: "kernel" (index tensors on the device), "direct" (on the host), or "auto": for
-            each direction the one that :meth:`HostKVCache.choose_io_backend` picks. "" is "auto".
+        io_backend: "kernel", "direct" (the copy engine), or "auto": for each copy the one that
+            :meth:`HostKVCache.plan_transfer` picks. "" is "auto".
         storage_backend: must be None.
         prefetch_threshold, model_name, storage_backend_extra_config: of the storage backend, which
             is None: nothing reads them. pp_rank, pp_size, enable_storage_metrics: kept, as in
@@ -59,6 +63,8 @@ class HiCacheController:
         ack_write_queue, ack_load_queue: copies that have, oldest first; the owner removes them.
         layer_done_counter: registered with the device pool.
         forward_stream: what copies wait for besides their caller; None: the caller's is it.
+        last_plan: which way the last copy went, and why.
+        phase: what runs beside copies from now on, if the caller says so ("prefill", "decode").
         load_slot_waits: how often ``start_loading`` found its slot busy, and the host waited.
 
     Raises:
@@ -74,7 +80,7 @@ class HiCacheController:
         tp_group: Any = None,
         load_cache_event: threading.Event | None = None,
         write_policy: str = "write_through_selective",
-        io_backend: str = "kernel",
+        io_backend: str = "auto",
         storage_backend: str | None = None,
         prefetch_threshold: int = 256,
         model_name: str | None = None,
@@ -123,8 +129,18 @@ class HiCacheController:
         self.load_buffer = TransferBuffer(self.stop_event, buffer_count=10, max_buffer_size=100)
         self.write_stream: Any = self.runtime.Stream("write")
         self.load_stream: Any = self.runtime.Stream("load")
+        self._writer = CopyThread("write", self.write_stream, self.runtime)
+        self._loader = CopyThread("load", self.load_stream, self.runtime)
         self.forward_stream: Any = None
         self.load_slot_waits = 0
+        self.last_plan: TransferPlan | None = None
+        self.phase = ""
+
+    @property
+    def failure(self) -> CopyFailed | None:
+        """The first copy that failed after it was started, until :meth:`reset`: what was computed
+        since cannot be trusted."""
+        return self._loader.failure or self._writer.failure
 
     def register_forward_stream(self, stream: Any) -> None:
         """Forwards run on ``stream`` and not on the caller's: copies come after them as well."""
@@ -161,19 +177,27 @@ class HiCacheController:
         if not self.write_queue:
             return
         op = CacheOperation.merge_ops(self.write_queue)
-        io_backend = self.mem_pool_host.choose_io_backend(self.io_backend, to_host=True)
-        host_indices, device_indices = self.move_indices(op, io_backend)
-        self.write_queue.clear()
-        start_event, finish_event = self.runtime.Event(), self.runtime.Event()
-        start_event.record()
-        with self.runtime.stream(self.write_stream):
-            start_event.wait(self.write_stream)
-            self._wait_for_forward(self.write_stream)
-            self.mem_pool_host.backup_from_device_all_layer(
-                self.mem_pool_device, host_indices, device_indices, io_backend
+        plan = self._plan(op, to_host=True)
+        start_event = self.runtime.Event()
+        if plan.io_backend == "direct":
+            start_event.record()
+            finish_event = self._writer.start(
+                self._backup, op.host_indices, op.device_indices, start_event, self._fence()
             )
-            finish_event.record()
-            self._keep(self.write_stream, host_indices, device_indices)
+        else:
+            host_indices, device_indices = self.move_indices(op, plan.io_backend)
+            finish_event = self.runtime.Event()
+            start_event.record()
+            with self.runtime.stream(self.write_stream):
+                start_event.wait(self.write_stream)
+                self._wait_for_forward(self.write_stream)
+                self.mem_pool_host.backup_from_device_all_layer(
+                    self.mem_pool_device, host_indices, device_indices,
+                    plan.io_backend, plan.max_programs,
+                )  # fmt: skip
+                finish_event.record()
+                self._keep(self.write_stream, host_indices, device_indices)
+        self.write_queue.clear()
         self.ack_write_queue.append(HiCacheAck(start_event, finish_event, op.node_ids))
 
     # ---- host to device ------------------------------------------------------------------------
@@ -219,17 +243,26 @@ class HiCacheController:
         self._wait_for_load_slot()
         producer_id = self.layer_done_counter.update_producer()
         op = CacheOperation.merge_ops(self.load_queue)
-        io_backend = self.mem_pool_host.choose_io_backend(self.io_backend, to_host=False)
-        host_indices, device_indices = self.move_indices(op, io_backend)
+        plan = self._plan(op, to_host=False)
+        load = self.layer_done_counter.events[producer_id]
+        if plan.io_backend == "direct":
+            load.start_event.record()
+            finish_event = self._loader.start(
+                partial(self._load_by_copy_engine, load.flags), op.host_indices, op.device_indices,
+                load.start_event, self._fence(), load.flags,
+            )  # fmt: skip
+            load.complete_by_flags()
+        else:
+            host_indices, device_indices = self.move_indices(op, plan.io_backend)
+            finish_event = self.runtime.Event()
+            load.start_event.record()
+            with self.runtime.stream(self.load_stream):
+                load.start_event.wait(self.load_stream)
+                self._wait_for_forward(self.load_stream)
+                self._copy_layers(load, host_indices, device_indices, plan)
+                finish_event.record()  # of this load's own: the next one records the slot's again
+                self._keep(self.load_stream, host_indices, device_indices)
         self.load_queue.clear()
-        load, finish_event = self.layer_done_counter.events[producer_id], self.runtime.Event()
-        load.start_event.record()
-        with self.runtime.stream(self.load_stream):
-            load.start_event.wait(self.load_stream)
-            self._wait_for_forward(self.load_stream)
-            self._copy_layers(load, host_indices, device_indices, io_backend)
-            finish_event.record()  # of this load's own: the slot's is recorded again by the next
-            self._keep(self.load_stream, host_indices, device_indices)
         self.ack_load_queue.append(HiCacheAck(load.start_event, finish_event, op.node_ids))
         return producer_id
 
@@ -273,7 +306,16 @@ class HiCacheController:
         return self.mem_pool_host.free(host_indices)
 
     def reset(self) -> None:
-        """Wait for every copy, then forget all queues and acknowledgements."""
+        """Wait for every copy, then forget all queues and acknowledgements.
+
+        If the copy engine has failed, kernels copy from now on (where they can).
+        """
+        self._writer.drain()
+        self._loader.drain()
+        if self.failure is not None:
+            self._writer.failure = self._loader.failure = None
+            if self.mem_pool_host.pin_memory:
+                self.io_backend = "kernel"
         self.write_stream.synchronize()
         self.load_stream.synchronize()
         for queue in (self.write_queue, self.load_queue):
@@ -302,20 +344,39 @@ class HiCacheController:
         load: LayerLoadingEvent,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
-        io_backend: str,
+        plan: TransferPlan,
     ) -> None:
         host, device = self.mem_pool_host, self.mem_pool_device
-        if host.loads_at_once(len(host_indices), io_backend):
-            host.load_to_device_all_layer(
-                device, host_indices, device_indices, load.flags, io_backend
-            )
+        how = plan.io_backend, plan.max_programs
+        if plan.at_once:
+            host.load_to_device_all_layer(device, host_indices, device_indices, load.flags, *how)
             load.complete_by_flags()
             return
         for layer_id in range(self.layer_num):
-            host.load_to_device_per_layer(
-                device, host_indices, device_indices, layer_id, io_backend
-            )
+            host.load_to_device_per_layer(device, host_indices, device_indices, layer_id, *how)
             load.complete(layer_id)
+
+    def _backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+        self.mem_pool_host.backup_from_device_all_layer(
+            self.mem_pool_device, host_indices, device_indices, "direct"
+        )
+
+    def _load_by_copy_engine(
+        self, flags: Flags, host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> None:
+        self.mem_pool_host.load_to_device_by_copy_engine(
+            self.mem_pool_device, host_indices, device_indices, flags
+        )
+
+    def _plan(self, op: CacheOperation, *, to_host: bool) -> TransferPlan:
+        self.last_plan = self.mem_pool_host.plan_transfer(
+            self.io_backend, len(op.host_indices), to_host=to_host, phase=self.phase
+        )
+        return self.last_plan
+
+    def _fence(self) -> Any:
+        """The forward stream as of now, for a thread to wait for later; None: there is none."""
+        return None if self.forward_stream is None else self.forward_stream.record_event()
 
     def _wait_for_load_slot(self) -> None:
         finish_event = self.layer_done_counter.next_producer.finish_event

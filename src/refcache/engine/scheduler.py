@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from refcache.engine import recovery
 from refcache.engine.batching import SchedulerBatchingMixin
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
@@ -104,6 +105,7 @@ class Scheduler(SchedulerBatchingMixin):
                 "enable_dp_attention with tp_cpu_group alone: expected attn_tp_cpu_group, the "
                 "ranks that serve the same requests"
             )
+        self.tp_cpu_group = tp_cpu_group
         self.server_args = server_args
         self.model_config = model_config or ModelConfig()
         self.spec_algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
@@ -230,12 +232,23 @@ class Scheduler(SchedulerBatchingMixin):
                 self.new_token_ratio = self.init_new_token_ratio
             behind = 1 if self.enable_overlap and batch is not None else 0
             while len(self.result_queue) > behind:
+                if self.enable_hierarchical_cache and self._give_up_failed():
+                    batch = None
+                    break
                 self.process_batch_result(*self.result_queue.popleft())
             if batch is not None:
                 self.launch_batch_sample_if_needed(result)
             self.last_batch = batch
         self.observer.on_step(self)
         return batch
+
+    def _give_up_failed(self) -> bool:
+        """Whether a copy has failed since; then all that runs is computed again."""
+        self.result_queue[0][1].wait()
+        failure = recovery.failed_copy(self)
+        if failure is not None:
+            recovery.compute_again(self, failure)
+        return failure is not None
 
     def is_idle(self) -> bool:
         """Nothing received, waiting, running, or launched and not processed."""

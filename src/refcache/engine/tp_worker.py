@@ -55,12 +55,16 @@ class GenerationBatchResult:
             self.copy_done = self.runtime.Event()
         self.copy_done.record()
 
-    def tokens(self) -> list[int]:
-        """The tokens; the host waits for them."""
+    def wait(self) -> None:
+        """The host waits for the tokens."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
         else:
             self.runtime.host_sync()
+
+    def tokens(self) -> list[int]:
+        """The tokens; the host waits for them."""
+        self.wait()
         made = self.next_token_ids
         assert made is not None
         tokens: list[int] = []

@@ -22,7 +22,7 @@ from refcache.errors import (
     UnknownName,
 )
 from refcache.pool.device import MHATokenToKVPool, MLATokenToKVPool
-from refcache.pool.host_copies import SMALL_LOAD_BYTES, HostCopies, check_device_pool
+from refcache.pool.host_copies import HostCopies, check_device_pool
 from refcache.pool.host_slots import HostSlots
 from refcache.pool.kv_cache import KVCache
 from refcache.pool.pinned import (
@@ -54,7 +54,8 @@ class HostKVCache(HostSlots, HostCopies):
     Attributes:
         size: slots, in whole pages, one page more than asked for as in SGLang; ``page_num`` pages.
         planes: one buffer a device plane, in ``layout``.
-        small_load_bytes: see :meth:`loads_at_once`; by default :data:`SMALL_LOAD_BYTES`.
+        small_load_bytes: a kernel loads all layers in one launch where a layer has at most so many
+            bytes; None: as the rules of the card say (see :meth:`plan_transfer`).
         release: unregisters the memory; called by itself when the pool is gone.
 
     Raises:
@@ -90,7 +91,7 @@ class HostKVCache(HostSlots, HostCopies):
         self.pin_memory = pin_memory
         self.device = device
         self.runtime: Runtime = runtime or device_pool.runtime
-        self.small_load_bytes = SMALL_LOAD_BYTES
+        self.small_load_bytes: int | None = None
         self.dtype = device_pool.store_dtype
         self.layer_num = device_pool.layer_num
         self.start_layer = device_pool.start_layer

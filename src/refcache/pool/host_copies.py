@@ -4,14 +4,17 @@ A transfer is a set of (host slot, device slot) pairs; the order of the pairs me
 :meth:`HostCopies.backup_from_device_all_layer` is one launch,
 :meth:`HostCopies.load_to_device_per_layer` one a layer, and
 :meth:`HostCopies.load_to_device_all_layer` one that announces each layer. The I/O backend says who
-copies and where the index tensors must be ("kernel": on the device; "direct": on the host); both
-give the same bytes. Memory that is not pinned is copied by the host's own waiting, and refused for
-kernels.
+copies and where the index tensors must be ("kernel": on the device; "direct": on the host, for the
+copy engine); both give the same bytes. :meth:`HostCopies.issue_copies` has the copy engine copy all
+layers, one after another; it is made to be called from a thread of its own, and
+:meth:`HostCopies.plan_transfer` says which way a transfer goes. Memory that is not pinned is copied
+by the host's own waiting, and refused for kernels.
 
-Models the transfers of SGLang's ``HostKVCache``; the launch of all layers is added.
+Models the transfers of SGLang's ``HostKVCache``; what serves all layers of a load is added.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +22,12 @@ import torch
 from refcache.backend import Backend, copy_engine, resolve
 from refcache.errors import InvalidArgument, UnknownName, WrongTier
 from refcache.pool.kv_cache import KVCache
+from refcache.pool.transfer_rule import Rules, TransferPlan, TransferRule, card_name, rules_for
 from refcache.runtime import Flags, Part, Region, Runtime
 from refcache.types import IO_BACKENDS
 
-# Of one layer: from here on a launch a layer keeps the link as busy (docs/performance.md).
-SMALL_LOAD_BYTES = 4 << 20
+# Where nothing was measured: the immediate and the simulated machine.
+PLAIN_RULES: Rules = (TransferRule(False, "kernel", at_once=4 << 20), TransferRule(True, "kernel"))
 
 
 class HostCopies:
@@ -37,8 +41,9 @@ class HostCopies:
     pin_memory: bool
     planes: tuple[torch.Tensor, ...]
     runtime: Runtime
+    size: int
     size_per_token: int
-    small_load_bytes: int
+    small_load_bytes: int | None
     _backend: Backend
 
     def backup_from_device_all_layer(
@@ -47,6 +52,7 @@ class HostCopies:
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
+        max_programs: int = 0,
     ) -> None:
         """Launch the copy of all layers of device slot i of the list into host slot i.
 
@@ -54,11 +60,12 @@ class HostCopies:
 
         Args:
             host_indices, device_indices: int32 or int64 ``[n]``, where ``io_backend`` wants them.
+            max_programs: a cap on what a kernel takes of the device; 0: none.
 
         Raises:
             WrongTier, UnknownName, InvalidArgument: before anything is launched.
         """
-        copy = self._copy_function("backup_all_layer", io_backend)
+        copy = self._copy_function("backup_all_layer", io_backend, max_programs)
         self._check(device_pool, host_indices, device_indices)
         rows = [plane.buffer for plane in device_pool.planes]
 
@@ -81,12 +88,13 @@ class HostCopies:
         device_indices: torch.Tensor,
         layer_id: int,
         io_backend: str,
+        max_programs: int = 0,
     ) -> None:
         """Launch the copy of one layer of host slot i of the list into device slot i.
 
         ``layer_id`` counts from 0 in this pool. Otherwise as :meth:`backup_from_device_all_layer`.
         """
-        copy = self._copy_function("load_per_layer", io_backend)
+        copy = self._copy_function("load_per_layer", io_backend, max_programs)
         self._check(device_pool, host_indices, device_indices)
         if not 0 <= layer_id < self.layer_num:
             raise InvalidArgument(f"{layer_id=}: expected 0 to {self.layer_num - 1}")
@@ -110,6 +118,7 @@ class HostCopies:
         device_indices: torch.Tensor,
         flags: Flags,
         io_backend: str,
+        max_programs: int = 0,
     ) -> None:
         """Launch the copy of all layers of host slot i of the list into device slot i.
 
@@ -117,8 +126,8 @@ class HostCopies:
         Otherwise as :meth:`backup_from_device_all_layer`.
 
         Raises:
-            InvalidArgument: also for an ``io_backend`` other than "kernel" (the copy engine raises
-                no flags), and for flags of another number of layers.
+            InvalidArgument: also for an ``io_backend`` other than "kernel" (for the copy engine
+                see :meth:`issue_copies`), and for flags of another number of layers.
         """
         if len(flags.parts) != self.layer_num:
             raise InvalidArgument(
@@ -127,7 +136,7 @@ class HostCopies:
         if io_backend != "kernel":
             raise InvalidArgument(f"{io_backend=} for all layers at once: expected 'kernel'")
         load_per_layer = self._copy_function("load_per_layer", io_backend)
-        load_layers = self._copy_function("load_layers", io_backend)
+        load_layers = self._copy_function("load_layers", io_backend, max_programs)
         self._check(device_pool, host_indices, device_indices)
         rows = [plane.buffer for plane in device_pool.planes]
         how = self.page_size, self.layout
@@ -147,39 +156,100 @@ class HostCopies:
         parts = map(part, range(self.layer_num))
         self.runtime.launch_parts("load", parts, flags, run, (host_indices, device_indices))
 
-    def loads_at_once(self, tokens: int, io_backend: str) -> bool:
-        """Whether a load of so many tokens should be one launch, not one a layer.
+    def load_to_device_by_copy_engine(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        flags: Flags,
+    ) -> None:
+        """Launch the copies of one layer after another, and raise its part of ``flags`` behind it.
 
-        It is where a layer has less than ``small_load_bytes``: there a launch takes longer than its
-        bytes. ``io_backend``: "kernel" or "direct" (never: the copy engine raises no flags).
+        The epoch is expected already. Lists the copies first, which takes the host's time: call it
+        on a thread. Otherwise as :meth:`load_to_device_all_layer` with "direct".
         """
-        layer_bytes = tokens * self.size_per_token // self.layer_num
-        return io_backend == "kernel" and layer_bytes < self.small_load_bytes
+        load_per_layer = self._copy_function("load_per_layer", "direct")
+        self._check(device_pool, host_indices, device_indices)
+        rows = [plane.buffer for plane in device_pool.planes]
+        how = self.page_size, self.layout
+        listed: Any = None
+        if self._by_engine:
+            listed = copy_engine().list_copies(
+                self.planes, rows, host_indices, device_indices, *how
+            )
 
-    def choose_io_backend(self, io_backend: str, *, to_host: bool) -> str:
-        """What "auto" means in this direction: "direct" where the copy engine has long runs.
+        def run(layer_id: int, *slots: torch.Tensor) -> None:
+            if listed is None:
+                load_per_layer(rows, self.planes, *slots, layer_id, *how)
+            else:
+                listed.issue(layer_id, to_host=False)
 
-        Anything else is what it is. The rule is measured on a device, so without the kernels
-        "auto" is "kernel".
+        for layer_id in range(self.layer_num):
+            self._launch(
+                f"load layer {layer_id}",
+                partial(run, layer_id),
+                self._regions(self, layer_id, host_indices),
+                self._regions(device_pool, layer_id, device_indices),
+                (host_indices, device_indices),
+            )
+            self.runtime.raise_flag(flags, layer_id)
+
+    def plan_transfer(
+        self, io_backend: str, tokens: int, *, to_host: bool, phase: str = ""
+    ) -> TransferPlan:
+        """Which way a transfer of so many tokens goes, by the rules of the card.
+
+        ``io_backend``: "auto", or the one that must be taken. ``phase``: see
+        :class:`~refcache.pool.transfer_rule.TransferRule`. Without kernels nothing was measured:
+        "auto" is then "kernel" if the memory is pinned, as nothing else but "direct" can serve.
+
+        Raises:
+            UnknownName: no such backend.
         """
-        if io_backend != "auto":
-            return io_backend
-        if self._backend.name != "triton":
-            return "kernel" if self.pin_memory else "direct"
-        engine = copy_engine()
-        run = min(
-            engine.run_bytes(
+        if io_backend not in IO_BACKENDS:
+            raise UnknownName("io_backend", io_backend, IO_BACKENDS)
+        if not self.pin_memory and io_backend == "auto":
+            return TransferPlan("direct", 0, False, "host memory is not pinned")
+        card, rules, piece = "no card", PLAIN_RULES, 0
+        if self._backend.name == "triton":
+            card = card_name(str(self.device_pool.device))
+            rules, piece = rules_for(card), self._copy_bytes(to_host)
+        total = tokens * self.size_per_token
+        chosen = TransferRule(to_host, "kernel" if io_backend == "auto" else io_backend)
+        for rule in rules:
+            if io_backend in ("auto", rule.io_backend) and rule.applies(
+                to_host=to_host, copy_bytes=piece, total=total, phase=phase
+            ):
+                chosen = rule
+                break
+        limit = chosen.at_once if self.small_load_bytes is None else self.small_load_bytes
+        kernel = chosen.io_backend == "kernel"
+        return TransferPlan(
+            chosen.io_backend,
+            chosen.max_programs if kernel else 0,
+            kernel and not to_host and total // self.layer_num <= limit,
+            f"{card}, io_backend {io_backend}, {total} bytes, copies of {piece}: {chosen}",
+        )
+
+    def _copy_bytes(self, to_host: bool) -> int:
+        """Bytes of each copy that the copy engine would make of whole pages, at least."""
+        found: int = min(
+            copy_engine().copy_bytes(
                 self.layout,
                 self.page_size,
                 self.layer_num,
                 plane.head_num * plane.head_dim * self.dtype.itemsize,
                 plane.head_num,
-                one_layer=not to_host,
+                to_host=to_host,
             )
             for plane in self.device_pool.planes
         )
-        chosen: str = engine.choose(run, to_host=to_host)
-        return chosen
+        return found
+
+    @property
+    def _by_engine(self) -> bool:
+        """Whether "direct" is the copy engine, and not the reference."""
+        return self.pin_memory and self._backend.name == "triton"
 
     def _regions(self, pool: Any, layers: range | int, slots: torch.Tensor) -> list[Region]:
         return [Region(pool, plane, layers, slots) for plane in range(len(self.planes))]
@@ -199,20 +269,26 @@ class HostCopies:
         if not self.pin_memory:
             self.runtime.host_sync()
 
-    def _copy_function(self, name: str, io_backend: str) -> Callable[..., None]:
+    def _copy_function(
+        self, name: str, io_backend: str, max_programs: int = 0
+    ) -> Callable[..., None]:
         if io_backend not in IO_BACKENDS:
             raise UnknownName("io_backend", io_backend, IO_BACKENDS)
         if io_backend == "kernel" and not self.pin_memory:
             raise InvalidArgument(
                 "io_backend 'kernel' on host memory that is not pinned: expected 'direct'"
             )
-        io_backend = self.choose_io_backend(io_backend, to_host=name == "backup_all_layer")
+        to_host = name == "backup_all_layer"
+        if io_backend == "auto":
+            io_backend = self.plan_transfer(io_backend, self.size, to_host=to_host).io_backend
         copies: Any = resolve("reference")
-        if self.pin_memory and io_backend == "kernel":
+        if io_backend == "kernel":
             copies = self._backend
-        elif self.pin_memory and self._backend.name == "triton":
+        elif self._by_engine:
             copies = copy_engine()
         function: Callable[..., None] = getattr(copies, name)
+        if max_programs and copies is self._backend and self._backend.name == "triton":
+            function = partial(function, max_programs=max_programs)
         return function
 
     def _check(

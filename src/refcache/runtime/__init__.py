@@ -1,6 +1,6 @@
 """Machines: who runs a launch, and when. See :mod:`refcache.runtime.api`."""
 
-from refcache.runtime.api import Event, Flags, Part, Region, Runtime, Stream
+from refcache.runtime.api import Event, Flags, Part, Region, Runtime, Stream, Thread
 from refcache.runtime.cuda import CudaRuntime
 from refcache.runtime.immediate import ImmediateRuntime
 from refcache.runtime.simulated.choices import all_orders, drawn, eager, lazy
@@ -19,6 +19,7 @@ __all__ = [
     "Runtime",
     "SimulatedRuntime",
     "Stream",
+    "Thread",
     "Tracker",
     "all_orders",
     "drawn",

@@ -73,18 +73,32 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Thread(Protocol):
+    """A host thread that issues work while the thread that asked for it goes on."""
+
+    name: str
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Have ``job()`` run on the thread, after all earlier jobs; returns at once."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until every job so far has run."""
+        ...
+
+
 @dataclass
 class Flags:
-    """What a launch signals from inside, used again by launch after launch.
+    """What a launch, or a thread that issues copies, signals part by part, again and again.
 
     Attributes:
         parts: one event a part, signalled when that part is done. Other parts may not be: a kernel
             finishes them in any order.
-        finished: recorded behind the launch.
+        finished: recorded behind the last part.
         values: int64 ``[parts]`` on the device; every launch raises each value by one epoch when
             the part is done (see :func:`refcache.reference.load_layers`), and nothing resets them,
             so that a wait for one launch is not satisfied by an earlier one.
-        epoch: how many launches were issued.
+        epoch: how many launches were issued, or expected.
     """
 
     parts: Sequence[Event]
@@ -95,6 +109,7 @@ class Flags:
 
 _Stream: TypeAlias = Stream  # inside Runtime the plain names are its methods
 _Event: TypeAlias = Event
+_Thread: TypeAlias = Thread
 
 
 class Runtime(Protocol):
@@ -110,6 +125,29 @@ class Runtime(Protocol):
 
     def flags(self, parts: int) -> Flags:
         """What a launch of so many parts signals; never launched: all are done."""
+        ...
+
+    def expect(self, flags: Flags, stream: Any) -> None:
+        """A new epoch of ``flags`` begins, whose parts a thread will raise on ``stream``.
+
+        From now on no part, nor ``flags.finished``, is done until it was raised, or recorded.
+        """
+        ...
+
+    def raise_flag(self, flags: Flags, part: int) -> None:
+        """Behind all that was issued to the current stream, a part of the epoch is done."""
+        ...
+
+    def promise(self, stream: Any) -> _Event:
+        """An event that a thread will record on ``stream``.
+
+        Until then it is not done, unlike any other event: ``query`` is False, and who waits for it
+        waits.
+        """
+        ...
+
+    def Thread(self, name: str) -> _Thread:
+        """A host thread that runs jobs."""
         ...
 
     def Lock(self) -> AbstractContextManager[Any]:

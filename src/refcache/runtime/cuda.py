@@ -2,8 +2,8 @@
 
 A launch is simply issued: ``fn`` enqueues kernels on the current stream, and CUDA decides when they
 run. Regions and names are not looked at. What a launch signals from inside are values in device
-memory, and a stream that waits for one waits until it has reached an epoch. Host threads and locks
-are Python's own.
+memory, and a stream that waits for one waits until it has reached an epoch. Host threads, queues
+and locks are Python's own.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +17,7 @@ import torch
 
 from refcache.errors import InvalidArgument
 from refcache.runtime.api import Flags, Part, Region
+from refcache.runtime.threads import IssuingThread, PromisedEvent
 
 
 class FlagEvent:
@@ -37,9 +38,8 @@ class FlagEvent:
     def wait(self, stream: Any = None) -> None:
         """Let ``stream`` (the current one by default) wait; nothing was launched: no wait."""
         if self._flags.epoch:
-            wait_flag = import_module("refcache_ops.driver").wait_flag
             stream = stream or self._machine.current_stream()
-            wait_flag(self._flags.values, self._part, self._flags.epoch, stream)
+            _driver().wait_flag(self._flags.values, self._part, self._flags.epoch, stream)
 
     def query(self) -> bool:
         """Is the launch done?"""
@@ -49,6 +49,10 @@ class FlagEvent:
     def synchronize(self) -> None:
         """The host waits for the launch."""
         self._flags.finished.synchronize()
+
+
+def _driver() -> Any:
+    return import_module("refcache_ops.driver")
 
 
 class CudaRuntime:
@@ -76,9 +80,24 @@ class CudaRuntime:
     def flags(self, parts: int) -> Flags:
         values = torch.zeros(parts, dtype=torch.int64, device=self.device or "cuda")
         self.host_sync()  # no stream may see them before they are 0
-        flags = Flags((), self.Event(), values)
+        flags = Flags((), PromisedEvent(self.Event()), values)
         flags.parts = [FlagEvent(flags, part, self) for part in range(parts)]
         return flags
+
+    def expect(self, flags: Flags, stream: Any) -> None:
+        flags.epoch += 1
+        flags.finished.expect()  # type: ignore[attr-defined]
+
+    def raise_flag(self, flags: Flags, part: int) -> None:
+        _driver().raise_flag(flags.values, part, flags.epoch, self.current_stream())
+
+    def promise(self, stream: Any) -> PromisedEvent:
+        event = PromisedEvent(self.Event())
+        event.expect()
+        return event
+
+    def Thread(self, name: str) -> IssuingThread:
+        return IssuingThread(name, _driver().enter_context())
 
     @contextmanager
     def actor(self, name: str) -> Iterator[None]:

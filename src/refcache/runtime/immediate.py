@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from refcache.reference.transfer import FLAG_EPOCH
 from refcache.runtime.api import Flags, Part, Region
 
 
@@ -48,12 +49,25 @@ class ImmediateEvent:
     def synchronize(self) -> None: ...
 
 
+class ImmediateThread:
+    """A thread that has run each job when ``submit`` returns."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, job: Callable[[], object]) -> None:
+        job()
+
+    def drain(self) -> None: ...
+
+
 class ImmediateRuntime:
     """See the module docstring. Implements :class:`refcache.runtime.api.Runtime`."""
 
     name = "immediate"
     Stream = ImmediateStream
     Event = ImmediateEvent
+    Thread = ImmediateThread
     Lock = staticmethod(RLock)
     Queue = SimpleQueue
 
@@ -64,6 +78,15 @@ class ImmediateRuntime:
     def flags(self, parts: int) -> Flags:
         events = [ImmediateEvent() for _ in range(parts)]
         return Flags(events, ImmediateEvent(), torch.zeros(parts, dtype=torch.int64))
+
+    def expect(self, flags: Flags, stream: Any) -> None:
+        flags.epoch += 1
+
+    def raise_flag(self, flags: Flags, part: int) -> None:
+        flags.values[part] = flags.epoch * FLAG_EPOCH
+
+    def promise(self, stream: Any) -> ImmediateEvent:
+        return ImmediateEvent()
 
     @contextmanager
     def actor(self, name: str) -> Iterator[None]:

@@ -36,8 +36,8 @@ def _start_not_awaited(original: Function) -> Function:
 
 
 def _last_layer_skipped(original: Function) -> Function:
-    def _copy_function(self: Any, name: str, io_backend: str) -> Function:
-        copy: Function = original(self, name, io_backend)
+    def _copy_function(self: Any, name: str, *how: Any) -> Function:
+        copy: Function = original(self, name, *how)
 
         def load_per_layer(*arguments: Any) -> None:
             if arguments[4] < self.layer_num - 1:  # layer_id
@@ -50,10 +50,10 @@ def _last_layer_skipped(original: Function) -> Function:
 
 def _launch_missing(original: Function) -> Function:
     def load_to_device_per_layer(
-        self: Any, pool: Any, host: Any, device: Any, layer_id: int, io_backend: str
+        self: Any, pool: Any, host: Any, device: Any, layer_id: int, *how: Any
     ) -> None:
-        if io_backend != "kernel" or layer_id < self.layer_num - 1:
-            original(self, pool, host, device, layer_id, io_backend)
+        if how[0] != "kernel" or layer_id < self.layer_num - 1:
+            original(self, pool, host, device, layer_id, *how)
 
     return load_to_device_per_layer
 

@@ -57,6 +57,8 @@ def all_orders(
                 return 1
             fork = len(widths)
             width = len(current.runnable()) + (point == "query")
+            if not width:
+                return 1
             widths.append(width)
             if fork == len(path):
                 path.append(0)

@@ -9,7 +9,13 @@ reports accesses that nothing orders, in whichever order they ran.
 What orders what (happens-before): program order of a stream; a launch comes after all that its host
 thread knew to be done when it issued it; a wait comes after the record it waits for; the host comes
 after a ``synchronize``, and after a ``query`` that said True. Host threads are simulated too: code
-inside ``with machine.actor(name)`` is that thread's; ``Lock`` and ``Queue`` order threads.
+inside ``with machine.actor(name)`` is that thread's; ``Lock`` and ``Queue`` order threads. A job
+given to a ``Thread`` is pending like a launch, and comes after its ``submit``.
+
+What a thread has promised (an event, a flag) may be waited for before the thread has issued what it
+stands for. Then it is not known yet what the wait orders: the stream's clock holds the promise's
+number in its place, and a launch behind it is looked at when it runs, which is after the promise
+was kept.
 
 Both tiers are CPU tensors: a region's pool, not ``tensor.device``, says which tier a slot is of.
 Left out: stream priorities, legacy default-stream semantics (side streams do not synchronise with
@@ -23,20 +29,31 @@ from typing import Any
 
 import torch
 
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, NeverDone
 from refcache.runtime.api import Flags, Part, Region
 from refcache.runtime.simulated.streams import (
     Capture,
     HostThread,
     Keep,
     Launch,
+    Promise,
     SimulatedEvent,
     SimulatedLock,
     SimulatedQueue,
     SimulatedStream,
+    SimulatedThread,
     Wait,
 )
-from refcache.runtime.simulated.tracker import Access, Actor, Held, Touch, Tracker, join
+from refcache.runtime.simulated.tracker import (
+    Access,
+    Actor,
+    Clock,
+    Held,
+    Touch,
+    Tracker,
+    join,
+    late,
+)
 
 Driver = Callable[["SimulatedRuntime", str], int]
 
@@ -64,6 +81,8 @@ class SimulatedRuntime:
         self.tracker = tracker
         self.history: deque[Access] = deque(maxlen=64)
         self._streams: list[SimulatedStream] = []
+        self._jobs: list[SimulatedThread] = []  # the threads that can have some
+        self._promises: dict[int, Clock | None] = {}  # by number: what a kept one stands for
         self._actors = 0
         self._issued = 0
         self._pending = 0
@@ -84,6 +103,24 @@ class SimulatedRuntime:
     def flags(self, parts: int) -> Flags:
         events = [SimulatedEvent(self) for _ in range(parts)]
         return Flags(events, SimulatedEvent(self), torch.zeros(parts, dtype=torch.int64))
+
+    def expect(self, flags: Flags, stream: Any) -> None:
+        for event in (*flags.parts, flags.finished):
+            event.capture = self._promise(stream)  # type: ignore[attr-defined]
+        flags.epoch += 1
+
+    def raise_flag(self, flags: Flags, part: int) -> None:
+        flags.parts[part].record(self.current_stream())
+
+    def promise(self, stream: Any) -> SimulatedEvent:
+        event = SimulatedEvent(self)
+        event.capture = self._promise(stream)
+        return event
+
+    def Thread(self, name: str) -> SimulatedThread:
+        thread = SimulatedThread(self, name)
+        self._jobs.append(thread)
+        return thread
 
     def Lock(self) -> SimulatedLock:
         return SimulatedLock(self)
@@ -195,22 +232,74 @@ class SimulatedRuntime:
             stream.queue.append(Keep(tensor.untyped_storage()))
 
     def synchronize(self) -> None:
+        for thread in self._jobs:
+            thread.drain()
         for capture in [self._capture(stream) for stream in self._streams]:
             self._block(capture)
 
-    def runnable(self) -> list[SimulatedStream]:
-        """The streams whose next launch may run now."""
-        return [stream for stream in self._streams if self._head(stream) is not None]
+    def runnable(self) -> list[SimulatedStream | SimulatedThread]:
+        """The streams whose next launch, and the threads whose next job may run now."""
+        threads = [thread for thread in self._jobs if thread.jobs and not thread.busy]
+        return [stream for stream in self._streams if self._head(stream) is not None] + threads
 
-    def run_next(self, stream: SimulatedStream) -> None:
-        """Run the next launch of ``stream``, one of :meth:`runnable`."""
-        if self._head(stream) is None:
-            raise InvalidArgument(f"{stream}: expected one that has a launch which may run")
-        self._run(stream)
+    def run_next(self, who: SimulatedStream | SimulatedThread) -> None:
+        """Run the next launch or job of ``who``, one of :meth:`runnable`."""
+        if who not in self.runnable():
+            raise InvalidArgument(f"{who}: expected one that has a launch which may run")
+        if isinstance(who, SimulatedThread):
+            self._run_job(who)
+        else:
+            self._run(who)
 
     def _next_actor(self) -> int:
         self._actors += 1
         return self._actors
+
+    def _submit(self, thread: SimulatedThread, job: Callable[[], object]) -> None:
+        self._not_inside_a_launch(f"a job of {thread.name}")
+        with self.actor(thread.name):
+            pass  # it has started
+        thread.jobs.append((job, self.host.clock.copy()))
+        self._pending += 1
+        self._yield("call")
+
+    def _drain(self, thread: SimulatedThread) -> None:
+        while thread.jobs:
+            self._run_job(thread)
+        if thread.name in self._threads:
+            join(self.host.clock, self._threads[thread.name].clock)
+
+    def _run_job(self, thread: SimulatedThread) -> None:
+        job, clock = thread.jobs.popleft()
+        self._pending -= 1
+        thread.busy = True
+        try:
+            with self.actor(thread.name):
+                join(self.host.clock, clock)
+                job()
+        finally:
+            thread.busy = False
+
+    def _promise(self, stream: SimulatedStream) -> Promise:
+        index = self._next_actor()
+        self._promises[index] = None
+        return Promise(stream, index)
+
+    def _keep(self, promise: Promise, capture: Capture) -> None:
+        """A thread has made the capture that was promised."""
+        promise.made = capture
+        self._promises[promise.index] = capture.clock
+
+    def _resolve(self, clock: Clock) -> bool:
+        """Replace kept promises in ``clock`` by what they stand for; whether some are not kept."""
+        while open_ := self._promises.keys() & clock.keys():
+            kept = [index for index in open_ if self._promises[index] is not None]
+            if not kept:
+                return True
+            for index in kept:
+                del clock[index]
+                join(clock, self._promises[index] or {})
+        return False
 
     def _access(self, actor: Actor, name: str) -> Access:
         self._issued += 1
@@ -227,18 +316,22 @@ class SimulatedRuntime:
     ) -> None:
         self._not_inside_a_launch(f"launch of '{name}'")
         join(stream.clock, self.host.clock)
+        unsure = self._resolve(stream.clock)
         access = self._access(stream, name)
-        late: list[Touch] = []
+        later: list[Touch] = []
         held: list[Held] | tuple[torch.Tensor, ...] = indices
         if self.tracker is not None:
             held = [Held(tensor) for tensor in indices]
             by_id = {id(tensor): one for tensor, one in zip(indices, held, strict=True)}
-            late = self.tracker.issue(access, reads, writes, by_id)
-        stream.queue.append(Launch(access, fn, late, held))
+            if unsure:
+                reads, writes = late(reads, by_id), late(writes, by_id)
+            later = self.tracker.issue(access, reads, writes, by_id)
+        stream.queue.append(Launch(access, fn, later, held))
         self._pending += 1
 
     def _capture(self, stream: SimulatedStream) -> Capture:
         self._not_inside_a_launch("record")
+        self._resolve(stream.clock)
         capture = Capture(stream, stream.clock.copy())
         join(capture.clock, self.host.clock)
         self._head(stream)
@@ -284,24 +377,54 @@ class SimulatedRuntime:
         while self._pending and not (until is not None and self._settled(until)):
             choice = self.driver(self, point)
             if choice == 0:
-                self._run_all()
+                if not self._run_all():
+                    return
             elif choice == 1:
                 return
             else:
                 ready = self.runnable()
-                self._run(ready[(choice - 2) % len(ready)])
+                if not ready:  # all that is pending waits for a job that is running
+                    return
+                self.run_next(ready[(choice - 2) % len(ready)])
                 if point == "query":
                     point = "wait"
 
-    def _run_all(self) -> None:
-        while self._pending:
+    def _run_all(self) -> bool:
+        """Whether anything could run."""
+        some = False
+        ran = True
+        while ran:
+            ran = False
             for stream in self._streams:
                 while self._head(stream) is not None:
                     self._run(stream)
+                    ran = True
+            for thread in self._jobs:
+                while thread.jobs and not thread.busy:
+                    self._run_job(thread)
+                    ran = True
+            some |= ran
+        return some
 
     def _finish(self, capture: Capture) -> None:
-        """Run as little as it takes."""
+        """Run as little as it takes.
+
+        Raises:
+            NeverDone: nothing that could run would bring it about.
+        """
         while not self._settled(capture):
+            if isinstance(capture, Promise):
+                if capture.made is not None:
+                    self._finish(capture.made)
+                    continue
+                ready = [t for t in self._jobs if t.jobs and not t.busy]
+                if not ready:
+                    raise NeverDone(
+                        f"a wait for what a thread promised on {capture.stream}: no thread has a "
+                        "job left; expected one that records or raises it"
+                    )
+                self._run_job(ready[0])
+                continue
             stream = capture.stream
             first = stream.queue[0]
             if isinstance(first, Wait):
@@ -310,7 +433,9 @@ class SimulatedRuntime:
                 self._run(stream)
 
     def _settled(self, capture: Capture) -> bool:
-        if not capture.done:
+        if isinstance(capture, Promise):
+            capture.done = capture.made is not None and self._settled(capture.made)
+        elif not capture.done:
             self._head(capture.stream)
         return capture.done
 
@@ -337,6 +462,7 @@ class SimulatedRuntime:
         indices: Iterable[Any] = launch.indices
         if self.tracker is not None:
             indices = self.tracker.indices(access, launch.indices)  # type: ignore[arg-type]
+            self._resolve(access.clock)
             self.tracker.run(access, launch.late)
         self._running = access
         try:

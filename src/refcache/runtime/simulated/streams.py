@@ -46,6 +46,17 @@ class Capture:
         self.done = False
 
 
+class Promise(Capture):
+    """A capture that a host thread will make. ``made``: what it was, once it has been."""
+
+    __slots__ = ("index", "made")
+
+    def __init__(self, stream: "SimulatedStream", index: int) -> None:
+        super().__init__(stream, {index: 1})
+        self.index = index
+        self.made: Capture | None = None
+
+
 class Wait:
     """A stream's wait for a capture that is not done."""
 
@@ -109,7 +120,11 @@ class SimulatedEvent:
 
     def record(self, stream: SimulatedStream | None = None) -> None:
         """Capture the tail of ``stream`` (the current one by default)."""
-        self.capture = self.machine._capture(stream or self.machine.current_stream())
+        capture = self.machine._capture(stream or self.machine.current_stream())
+        if isinstance(self.capture, Promise) and self.capture.made is None:
+            self.machine._keep(self.capture, capture)
+        else:
+            self.capture = capture
         self.machine._yield("call")
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
@@ -131,6 +146,24 @@ class HostThread(Actor):
     def __init__(self, index: int, name: str, stream: SimulatedStream) -> None:
         super().__init__(index, "host thread", name)
         self.stream = stream
+
+
+class SimulatedThread:
+    """A host thread whose jobs the machine runs when it picks them, each from start to end."""
+
+    def __init__(self, machine: "SimulatedRuntime", name: str) -> None:
+        self.machine = machine
+        self.name = name
+        self.jobs: deque[tuple[Callable[[], object], Clock]] = deque()
+        self.busy = False
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Have ``job()`` run, after all earlier jobs and after what the caller knows."""
+        self.machine._submit(self, job)
+
+    def drain(self) -> None:
+        """Wait until every job so far has run."""
+        self.machine._drain(self)
 
 
 class SimulatedLock:

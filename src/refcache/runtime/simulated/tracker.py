@@ -174,6 +174,22 @@ def _values(slots: Slots | list[int]) -> Iterable[int]:
     return (slots,) if isinstance(slots, int) else slots
 
 
+def late(regions: Iterable[Region], indices: Mapping[int, Held]) -> list[Region]:
+    """The regions, to be checked when the launch runs, with the slots they have now.
+
+    Those of ``indices`` (see :meth:`Tracker.issue`) and those of functions are read late anyhow.
+    """
+    return [
+        region if callable(region.slots) or id(region.slots) in indices else _fixed(region)
+        for region in regions
+    ]
+
+
+def _fixed(region: Region) -> Region:
+    values = torch.tensor(list(_values(region.slots)), dtype=torch.int64)  # type: ignore[arg-type]
+    return region._replace(slots=lambda: values)
+
+
 class Tracker:
     """See the module docstring.
 

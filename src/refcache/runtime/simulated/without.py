@@ -53,5 +53,7 @@ class MachineWithout(SimulatedRuntime):
 
     def synchronize(self) -> None:
         """The host waits for everything, whatever is left out: what a test does at its end."""
+        for thread in self._jobs:
+            thread.drain()
         for capture in [self._capture(stream) for stream in self._streams]:
             super()._block(capture)

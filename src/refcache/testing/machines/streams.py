@@ -47,6 +47,8 @@ class StreamsMachine(DriverMachine):
         host_pages=st.sampled_from([1, 1, 40]),
         retract_at=st.integers(-1, 20),
         size=st.sampled_from([16, 24]),
+        io_backend=st.sampled_from(["auto", "direct", "direct"]),
+        failing_load=st.sampled_from([-1, -1, 0, 1]),
     )
     def serve(self, **drawn: Any) -> None:
         self.d.serve(**drawn)

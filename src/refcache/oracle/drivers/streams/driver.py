@@ -12,15 +12,19 @@ its name. That is the control that shows the suite can see it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from refcache.engine import (
     ContentViolation,
     ModelConfig,
+    RowCheck,
     SamplingParams,
     Scheduler,
     TokenizedGenerateReqInput,
+    WrongContent,
 )
+from refcache.errors import NeverDone
 from refcache.oracle.drivers.streams.edges import edge
 from refcache.oracle.program.driver import Driver, step
 from refcache.oracle.rules.violation import Violation
@@ -87,8 +91,14 @@ class StreamsDriver(Driver):
         outputs: int = 3,
         retract_at: int = -1,
         size: int = 24,
+        io_backend: str = "auto",
+        failing_load: int = -1,
     ) -> None:
-        """Serve prompts with the overlap loop over two tiers."""
+        """Serve prompts with the overlap loop over two tiers.
+
+        ``failing_load``: the copy engine fails behind the first layer of that load, counted from 0.
+        What has read its rows must be computed again.
+        """
         machine = SimulatedRuntime(drawn(choices), Tracker())
         args = ServerArgs(
             page_size=page_size,
@@ -99,10 +109,15 @@ class StreamsDriver(Driver):
             enable_hierarchical_cache=True,
             hicache_ratio=1 + host_pages * page_size / size,
             hicache_write_policy=write_policy,
+            hicache_io_backend=io_backend,
         )
         model = ModelConfig(num_hidden_layers=2, vocab_size=VOCAB)
-        scheduler = self.trial.call(Scheduler, args, model, runtime=machine)
+        wrong: list[WrongContent] = []
+        check = RowCheck() if failing_load < 0 else RowCheck(on_wrong=wrong.append)
+        scheduler = self.trial.call(Scheduler, args, model, runtime=machine, check=check)
         scheduler.tree_cache.load_back_threshold = 1
+        if failing_load >= 0:
+            _fail(scheduler.tree_cache.token_to_kv_pool_host, failing_load)
         for i, tokens in enumerate(prompts):
             scheduler.submit(TokenizedGenerateReqInput(f"r{i}", tokens, SamplingParams(outputs)))
         for number in range(MAX_STEPS):
@@ -116,6 +131,9 @@ class StreamsDriver(Driver):
         self.trial.require(
             scheduler.is_idle(), "PROGRESS", f"requests are left after {MAX_STEPS} steps"
         )
+        for found in wrong:
+            [req] = [r for r in scheduler.finished_reqs if r.rid == found.rid]
+            self.trial.require(req.retraction_count > 0, "C-READ", f"after a failed load: {found}")
         for req in scheduler.finished_reqs:
             prompt = list(req.origin_input_ids)
             expected = prompt + greedy(prompt, outputs, VOCAB)
@@ -134,6 +152,8 @@ class StreamsDriver(Driver):
                 raise Violation("LIFE", str(error)) from error
             except ContentViolation as error:
                 raise Violation("C-READ", str(error)) from error
+            except NeverDone as error:
+                raise Violation("PROGRESS", str(error)) from error
 
         return self.trial.call(call)
 
@@ -142,3 +162,19 @@ class StreamsDriver(Driver):
 
     def describe(self) -> str:
         return f"edge taken away: {self.config.without_edge}"
+
+
+def _fail(host: Any, number: int) -> None:
+    """Let the copy engine of a host pool fail in load ``number``, behind its first layer."""
+    load, raise_flag, loads = host.load_to_device_by_copy_engine, host.runtime.raise_flag, count()
+
+    def load_to_device_by_copy_engine(*args: Any) -> None:
+        def refuse(flags: Any, part: int) -> None:
+            host.runtime.raise_flag = raise_flag
+            raise OSError("the driver refused a copy")
+
+        if next(loads) == number:
+            host.runtime.raise_flag = refuse
+        load(*args)
+
+    host.load_to_device_by_copy_engine = load_to_device_by_copy_engine

@@ -137,7 +137,7 @@ _ALL = (
     Edge(
         "producer-reuse",
         "a slot of the layer counter is taken again only after its load's finish event",
-        "main", "load", programs.four_loads, io_backend="direct",
+        "main", "load", programs.load_slot_used_again,
     ),
     Edge(
         "decode-load",
@@ -161,7 +161,60 @@ _ALL = (
     ),
 )  # fmt: skip
 
-EDGES: dict[str, Edge] = {edge.name: edge for edge in _ALL}
+_ENGINE = (
+    Edge(
+        "engine-write-start",
+        "the thread of a write waits for what its caller's stream has computed",
+        "write indices", "default", programs.write_after_compute, io_backend="direct",
+    ),
+    Edge(
+        "engine-load-fence",
+        "the copy engine's load waits for the forward stream as of the call",
+        "load", "forward", programs.load_over_running_forward, io_backend="direct",
+    ),
+    Edge(
+        "engine-slots-computed",
+        "the copy of the device slots to the host waits for the stream that computes them",
+        "write indices", "default", programs.slots_computed_late, io_backend="direct",
+    ),
+    Edge(
+        "engine-slots-read",
+        "the thread lists the copies when the device slots are on the host",
+        "write thread", "write indices", programs.write, io_backend="direct",
+    ),
+    Edge(
+        "engine-flag",
+        "reading a layer waits for the flag that the copy engine's stream writes",
+        "default", "load", programs.key_getter, io_backend="direct",
+    ),
+    Edge(
+        "engine-decode-load",
+        "a decode after a load waits for what the thread records behind the last layer",
+        "default", "load", programs.decode_after_load, io_backend="direct",
+    ),
+    Edge(
+        "engine-host-reuse-d2h",
+        "host slots of a write are used again only after the event that its thread records",
+        "main", "write", programs.load_what_was_written, io_backend="direct",
+    ),
+    Edge(
+        "engine-device-reuse-d2h",
+        "device slots of a write are used again only after the event that its thread records",
+        "main", "write", programs.compute_over_what_was_written, io_backend="direct",
+    ),
+    Edge(
+        "engine-host-reuse-h2d",
+        "host slots of a load are used again only after the event that its thread records",
+        "main", "load", programs.write_over_what_was_loaded, io_backend="direct",
+    ),
+    Edge(
+        "engine-producer-reuse",
+        "a load slot is taken again only when its thread has recorded the end, and it is reached",
+        "main", "load", programs.load_slot_used_again, io_backend="direct",
+    ),
+)  # fmt: skip
+
+EDGES: dict[str, Edge] = {edge.name: edge for edge in _ALL + _ENGINE}
 
 
 def edge(name: str) -> Edge:

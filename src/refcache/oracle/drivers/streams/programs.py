@@ -101,6 +101,18 @@ def value_getter(bench: Bench) -> None:
     bench.attend(1, slots)
 
 
+def write(bench: Bench) -> None:
+    """One write."""
+    bench.controller.write(taken(bench.allocator.alloc(1)))
+
+
+def slots_computed_late(bench: Bench) -> None:
+    """A write of slots whose numbers an allocation on the device has just computed."""
+    slots = taken(bench.allocator.alloc(1))
+    bench.machine.launch("alloc", lambda: None, writes=[Region(slots, 0, 0, 0)])
+    bench.controller.write(slots)
+
+
 def load_over_running_forward(bench: Bench) -> None:
     """A load gets slots that were given back while a forward writes them."""
     bench.controller.register_forward_stream(bench.forward_stream)
@@ -152,13 +164,13 @@ def write_over_what_was_loaded(bench: Bench) -> None:
     bench.write_again(host_slots, taken(bench.allocator.alloc(1)))
 
 
-def four_loads(bench: Bench) -> None:
-    """Four loads; then a write gets the host slots of the first."""
+def load_slot_used_again(bench: Bench) -> None:
+    """Two loads through one load slot; then a write gets the host slots of the first."""
+    bench.controller.layer_done_counter.num_counters = 1
     host_slots = taken(bench.host.alloc(1))
     bench.start_load(host_slots)
-    for _ in range(3):
-        bench.start_load()
-    # The fourth load could start, so the first one is done and its host slot may be reused.
+    bench.start_load()
+    # The second load could start, so the first one is done and its host slot may be reused.
     bench.write_again(host_slots, taken(bench.allocator.alloc(1)))
 
 
