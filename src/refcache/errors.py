@@ -4,7 +4,9 @@ A call that raises leaves the state as it was. "Not enough space" is a result (`
 error. Each message says what was seen, where, and what was expected, in that order.
 """
 
+from collections.abc import Mapping
 from difflib import get_close_matches
+from typing import Any
 
 FEW = 20
 """So many names are listed next to the closest one; more would hide it."""
@@ -106,3 +108,17 @@ class MissingExtra(RefcacheError, ImportError):
 
 class OutOfSlots(RefcacheError, RuntimeError):
     """An allocation failed although free and evictable tokens together had covered it."""
+
+
+def refuse_unmodelled(what: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Refuse each argument that is not ``neutral``: what it asks for is not modelled.
+
+    Raises:
+        InvalidArgument: names the first of them.
+    """
+    for name, nothing in neutral.items():
+        value = given.get(name, nothing)
+        if value != nothing and (value or nothing):
+            raise InvalidArgument(
+                f"{name}={value!r} of {what}: expected {nothing!r}, it is not modelled"
+            )

@@ -1,9 +1,13 @@
 """A caller written for SGLang's classes changes an import, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from refcache.controller import CacheOperation
+from refcache.controller.hicache_controller import rank_of
 from refcache.engine import (
     FINISH_ABORT,
     FINISH_LENGTH,
@@ -25,7 +29,14 @@ from refcache.engine.alloc import (
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.events import BlockRemoved, BlockStored
 from refcache.keys import RadixKey, compose_extra_key
-from refcache.tree import RadixCache, TreeNode, strategies
+from refcache.pool import (
+    MHATokenToKVPool,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPool,
+    MLATokenToKVPoolHost,
+)
+from refcache.tree import HiRadixCache, RadixCache, TreeNode, strategies
+from refcache.tree.consensus import SingleRank
 from refcache.types import (
     CacheInitParams,
     EvictParams,
@@ -372,3 +383,99 @@ def test_an_adapter_is_a_part_of_the_namespace():
         for key in (RadixKey([1, 2, 3]), RadixKey([1, 2, 3], compose_extra_key(lora_id="x")))
     ]
     assert found == [0, 3]
+
+
+# ---- pools and the controller --------------------------------------------------------------------
+
+
+def test_a_device_pool_is_asked_as_sglang_s():
+    pool = MHATokenToKVPool(4, 2, torch.float16, 2, 3, 2, "cpu", False, 5, None, None, None, 1, 3)
+    assert (pool.start_layer, pool.end_layer) == (1, 3)
+    k, v = pool.get_kv_size_bytes()
+    assert (k, v) == (2 * 6 * 2 * 3 * 2, 2 * 6 * 2 * 5 * 2)
+    assert pool.mem_usage == (k + v) / 2**30
+    rows = torch.ones(1, 2, 3), torch.ones(1, 2, 5)
+    pool.set_kv_buffer(SimpleNamespace(layer_id=1), torch.tensor([3]), *rows, layer_id_override=2)
+    assert [int(pool.k_buffer[layer][3].sum()) for layer in (0, 1)] == [0, 6]
+    with pytest.raises(InvalidArgument, match=r"v_scale=2\.0 of set_kv_buffer"):
+        pool.set_kv_buffer(1, torch.tensor([3]), *rows, v_scale=2.0)
+    with pytest.raises(InvalidArgument, match="swa_head_num=1"):
+        MHATokenToKVPool(4, 2, torch.float16, 2, 3, 2, "cpu", swa_head_num=1)
+
+
+def test_a_latent_row_comes_back_in_its_parts():
+    pool = MLATokenToKVPool(4, 2, torch.float32, 3, 2, 1, "cpu")
+    assert pool.get_kv_size_bytes() == 6 * 5 * 4
+    latent, rope = torch.rand(2, 1, 3), torch.rand(2, 1, 2)
+    slots = torch.tensor([2, 5])
+    pool.set_mla_kv_buffer(0, slots, latent, rope)
+    got = pool.get_mla_kv_buffer(SimpleNamespace(layer_id=0), slots.flip(0), torch.float64)
+    assert torch.equal(got[0], latent.flip(0).double())
+    assert torch.equal(got[1], rope.flip(0).double())
+    with pytest.raises(InvalidArgument, match="use_nsa=True"):
+        MLATokenToKVPool(4, 2, torch.float32, 3, 2, 1, "cpu", use_nsa=True)
+
+
+def test_a_getter_waits_on_the_counter_by_that_name():
+    waited = []
+    pool = MLATokenToKVPool(4, 2, torch.float32, 3, 2, 1, "cpu")
+    pool.register_layer_transfer_counter(
+        layer_transfer_counter=SimpleNamespace(wait_until=waited.append)
+    )
+    pool.get_key_buffer(0)
+    assert waited == [0]
+
+
+def test_host_pools_know_their_widths():
+    mha = MHATokenToKVPool(4, 2, torch.float16, 2, 3, 2, "cpu", v_head_dim=5)
+    host = MHATokenToKVPoolHost(mha, 2.0, 0, 2, "layer_first")
+    assert (host.head_num, host.head_dim, host.get_ksize_per_token()) == (2, 3, 2 * 3 * 2 * 2)
+    mla = MLATokenToKVPool(4, 2, torch.float16, 3, 2, 1, "cpu")
+    latent = MLATokenToKVPoolHost(mla, 2.0, 0, 2, "page_first")
+    assert (latent.kv_lora_rank, latent.qk_rope_head_dim, latent.kv_cache_dim) == (3, 2, 5)
+    assert latent.get_ksize_per_token() == latent.get_size_per_token() == 10
+    assert latent.allocator.dims is not None
+    assert latent.allocator.dtype == torch.float16
+
+
+def two_tier(group: object = None) -> HiRadixCache:
+    pool = MLATokenToKVPool(8, 1, torch.float16, 3, 2, 1, "cpu")
+    allocator = TokenToKVPoolAllocator(8, torch.float16, "cpu", pool)
+    params = CacheInitParams(False, None, allocator, 1, tp_cache_group=group)
+    return HiRadixCache(params, ServerArgs(enable_hierarchical_cache=True))
+
+
+def test_a_two_tier_tree_and_its_controller_know_the_ranks():
+    cache = two_tier()
+    controller = cache.cache_controller
+    assert (controller.tp_rank, controller.tp_world_size, cache.tp_world_size) == (0, 1, 1)
+    assert (cache.pp_rank, cache.pp_size, cache.enable_storage) == (0, 1, False)
+    assert cache.kv_cache is controller.mem_pool_device
+    cache.shutdown()
+    ranks = SimpleNamespace(rank=lambda: 1, size=lambda: 2)  # as torch.distributed's groups
+    assert rank_of(ranks) == (1, 2)
+    assert two_tier(SingleRank()).tp_world_size == 1
+
+
+def test_the_height_of_a_node():
+    cache = two_tier()
+    for key in ([1, 2], [1, 3]):
+        slots = cache.token_to_kv_pool_allocator.alloc(2)
+        cache.insert(InsertParams(RadixKey(key), slots))
+    leaf = cache.match_prefix(MatchPrefixParams(RadixKey([1, 3]))).last_device_node
+    assert [cache.get_height(n) for n in (cache.root_node, leaf.parent, leaf)] == [0, 1, 2]
+
+
+def test_operations_are_counted_by_the_class():
+    CacheOperation.counter = 0
+    slots = torch.tensor([1])
+    made = [CacheOperation(slots, slots, node_id=7) for _ in range(2)]
+    assert [op.id for op in made] == [0, 1]
+    assert (CacheOperation.counter, made[0].data) == (2, None)
+    assert made[0] < made[1]
+
+
+def test_an_allocator_describes_itself():
+    allocator = PagedTokenToKVPoolAllocator(16, 4, torch.float16, "cpu", None, need_sort=True)
+    allocator.free(allocator.alloc(4))
+    assert allocator.debug_print() == "3 free, 1 released pages"

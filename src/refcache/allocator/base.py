@@ -74,6 +74,10 @@ class BaseTokenToKVPoolAllocator:
         """The device pool, or None."""
         return self._kvcache
 
+    def debug_print(self) -> str:
+        """The number of free pages, in words, for a message."""
+        return f"{len(self.free_pages)} free, {len(self.release_pages)} released pages"
+
     def available_size(self) -> int:
         """Free tokens: both lists. Pages queued in an open free group are not free yet."""
         return (self.free_pages.numel() + self.release_pages.numel()) * self.page_size

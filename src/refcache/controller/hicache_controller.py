@@ -41,6 +41,13 @@ from refcache.runtime import Flags, Runtime
 from refcache.types import IO_BACKENDS, WRITE_POLICIES
 
 
+def rank_of(group: Any) -> tuple[int, int]:
+    """The caller's rank in a group, and its size; 0 and 1 without one, or when it does not say."""
+    if hasattr(group, "rank") and callable(getattr(group, "size", None)):
+        return group.rank(), group.size()  # a ``torch.distributed`` group
+    return 0, 1
+
+
 class HiCacheController:
     """See the module docstring.
 
@@ -49,6 +56,7 @@ class HiCacheController:
         mem_pool_host: the host tier.
         page_size: of both.
         tp_group, load_cache_event: kept for the owner; the controller itself needs neither.
+            ``tp_rank`` and ``tp_world_size`` are those of the group; see :func:`rank_of`.
         write_policy: kept for the owner.
         io_backend: "kernel", "direct" (the copy engine), or "auto": for each copy the one that
             :meth:`HostKVCache.plan_transfer` picks. "" is "auto".
@@ -107,6 +115,7 @@ class HiCacheController:
         self.mem_pool_host = mem_pool_host
         self.page_size = page_size
         self.tp_group = tp_group
+        self.tp_rank, self.tp_world_size = rank_of(tp_group)
         self.load_cache_event = load_cache_event
         self.write_policy = write_policy
         self.io_backend = io_backend

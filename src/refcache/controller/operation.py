@@ -5,7 +5,6 @@ Models SGLang's ``CacheOperation``, ``HiCacheAck`` and ``TransferBuffer``. Nothi
 """
 
 from collections.abc import Sequence
-from itertools import count
 from queue import Empty, Full, Queue
 from threading import Event as ThreadEvent
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ class CacheOperation:
         priority: smaller first; by default the order of creation.
     """
 
-    _ids = count()
+    counter = 0
 
     def __init__(
         self,
@@ -42,7 +41,9 @@ class CacheOperation:
         self.host_indices = host_indices
         self.device_indices = device_indices
         self.node_ids = [node_id]
-        self.id = next(CacheOperation._ids)
+        self.data: Any = None  # for whoever copies; nothing here sets it
+        self.id = CacheOperation.counter
+        CacheOperation.counter += 1
         self.priority = self.id if priority is None else priority
 
     @staticmethod

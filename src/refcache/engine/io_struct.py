@@ -5,26 +5,11 @@ nothing here (how text is cut, how tokens are drawn: the models here are determi
 accepted, and nothing reads them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from refcache.errors import InvalidArgument
-
-
-def refuse_unmodelled(what: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
-    """Refuse each argument that is not ``neutral``: what it asks for is not modelled.
-
-    Raises:
-        InvalidArgument: names the first of them.
-    """
-    for name, nothing in neutral.items():
-        value = given.get(name, nothing)
-        if value != nothing and (value or nothing):
-            raise InvalidArgument(
-                f"{name}={value!r} of {what}: expected {nothing!r}, it is not modelled"
-            )
-
+from refcache.errors import InvalidArgument, refuse_unmodelled
 
 REFUSED_SAMPLING = {
     "stop": None, "stop_regex": None, "min_new_tokens": 0, "n": 1, "json_schema": None,

@@ -120,19 +120,19 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         metadata = self.attn_backend.forward_metadata
         return None if metadata is None else metadata.rows_read
 
-    def forward(self, batch: ModelWorkerBatch) -> NextTokens:
+    def forward(self, forward_batch: ModelWorkerBatch) -> NextTokens:
         """Run the model on the current stream; see :meth:`Model.forward`."""
-        return self._forward_raw(batch)
+        return self._forward_raw(forward_batch)
 
-    def _forward_raw(self, batch: ModelWorkerBatch) -> NextTokens:
-        if batch.forward_mode.is_decode():
-            return self.forward_decode(batch)
-        return self.forward_extend(batch)
+    def _forward_raw(self, forward_batch: ModelWorkerBatch) -> NextTokens:
+        if forward_batch.forward_mode.is_decode():
+            return self.forward_decode(forward_batch)
+        return self.forward_extend(forward_batch)
 
-    def forward_extend(self, batch: ModelWorkerBatch) -> NextTokens:
-        self.init_forward_metadata(batch)
-        return self.model.forward(batch, self.attn_backend)
+    def forward_extend(self, forward_batch: ModelWorkerBatch) -> NextTokens:
+        self.init_forward_metadata(forward_batch)
+        return self.model.forward(forward_batch, self.attn_backend)
 
-    def forward_decode(self, batch: ModelWorkerBatch) -> NextTokens:
-        self.init_forward_metadata(batch)
-        return self.model.forward(batch, self.attn_backend)
+    def forward_decode(self, forward_batch: ModelWorkerBatch) -> NextTokens:
+        self.init_forward_metadata(forward_batch)
+        return self.model.forward(forward_batch, self.attn_backend)

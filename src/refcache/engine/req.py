@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from refcache.engine.io_struct import REFUSED_REQUEST, SamplingParams, refuse_unmodelled
-from refcache.errors import DoubleFree, InvalidArgument
+from refcache.engine.io_struct import REFUSED_REQUEST, SamplingParams
+from refcache.errors import DoubleFree, InvalidArgument, refuse_unmodelled
 from refcache.keys import TOKEN, RadixKey, compose_extra_key, token_array
 from refcache.types import MatchPrefixParams
 
@@ -183,8 +183,10 @@ class Req:
         """How many tokens the next forward computes."""
         self.extend_input_len = extend_input_len
 
-    def init_next_round_input(self, tree_cache: Any = None) -> None:
+    def init_next_round_input(self, tree_cache: Any = None, cow_mamba: bool | None = None) -> None:
         """Set up the next prefill: all tokens so far; with ``tree_cache``, look the prefix up.
+
+        ``cow_mamba``: told to the tree; by default whether it has a recurrent state.
 
         All but the last token are looked up: at least one must be computed, or there is no output.
         """
@@ -192,8 +194,9 @@ class Req:
         if tree_cache is not None:
             key = RadixKey(self.fill_ids[: max(len(self.fill_ids) - 1, 0)], self.extra_key)
             supports_mamba = getattr(tree_cache, "supports_mamba", bool)  # bool() is False
+            cow_mamba = supports_mamba() if cow_mamba is None else cow_mamba
             match = tree_cache.match_prefix(
-                MatchPrefixParams(key=key, req=self, cow_mamba=supports_mamba())
+                MatchPrefixParams(key=key, req=self, cow_mamba=cow_mamba)
             )
             self.prefix_indices = match.device_indices
             self.last_node = match.last_device_node

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from refcache.engine.io_struct import refuse_unmodelled
 from refcache.engine.req import Req
+from refcache.errors import refuse_unmodelled
 from refcache.types import InitLoadBackParams, ServerArgs
 
 CLIP_MAX_NEW_TOKENS = 4096  # outputs of one request that a budget reserves at most

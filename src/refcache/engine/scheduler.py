@@ -395,15 +395,15 @@ class Scheduler(SchedulerBatchingMixin):
             self.schedule_stream.wait_event(self.model_runner.rows_read)
         return result
 
-    def launch_batch_sample_if_needed(self, result: GenerationBatchResult) -> None:
+    def launch_batch_sample_if_needed(self, batch_result: GenerationBatchResult) -> None:
         """Launch the sampling that a forward has delayed: the results before it are known now."""
-        if result.delay_sample_func is None:
+        if batch_result.delay_sample_func is None:
             return
         with self.forward_stream_ctx:
             if self.forward_stream is not None:
                 self.forward_stream.wait_stream(self.schedule_stream)
-            result.sample()
-            self._tokens_out(result)
+            batch_result.sample()
+            self._tokens_out(batch_result)
 
     def _tokens_out(self, result: GenerationBatchResult, return_logprob: bool = False) -> None:
         """Launch where the tokens go: to the next batch, and to the host."""

@@ -92,8 +92,10 @@ class TpModelWorker:
         if self.hicache_layer_transfer_counter is not None:
             self.hicache_layer_transfer_counter.set_consumer(consumer_index)
 
-    def forward_batch_generation(self, batch: ModelWorkerBatch) -> GenerationBatchResult:
+    def forward_batch_generation(
+        self, model_worker_batch: ModelWorkerBatch
+    ) -> GenerationBatchResult:
         """Issue the forward of ``batch`` on the current stream."""
-        self.set_hicache_consumer(batch.hicache_consumer_index)
+        self.set_hicache_consumer(model_worker_batch.hicache_consumer_index)
         runner = self.model_runner
-        return GenerationBatchResult(runner.forward(batch), runner.runtime)
+        return GenerationBatchResult(runner.forward(model_worker_batch), runner.runtime)

@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, refuse_unmodelled
 from refcache.pool.kv_cache import KVCache
 from refcache.runtime import Region, Runtime, Stream
+
+NOT_OF_A_POOL = {
+    "swa_head_num": None, "swa_head_dim": None, "swa_v_head_dim": None, "k_scale": None,
+    "v_scale": None, "use_nsa": False, "override_kv_cache_dim": None,
+}  # fmt: skip
 
 
 class MHATokenToKVPool(KVCache):
@@ -36,13 +41,18 @@ class MHATokenToKVPool(KVCache):
         device: str,
         enable_memory_saver: bool = False,
         v_head_dim: int | None = None,
+        swa_head_num: None = None,
+        swa_head_dim: None = None,
+        swa_v_head_dim: None = None,
         start_layer: int | None = None,
         end_layer: int | None = None,
         enable_alt_stream: bool = True,
         enable_kv_cache_copy: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        """``enable_kv_cache_copy``: :meth:`move_kv_cache` may be called."""
+        """``enable_kv_cache_copy``: :meth:`move_kv_cache` may be called. ``swa_*`` must be None."""
+        swa = {"swa_head_num": swa_head_num, "swa_head_dim": swa_head_dim}
+        refuse_unmodelled("a pool", swa | {"swa_v_head_dim": swa_v_head_dim}, NOT_OF_A_POOL)
         self.head_num = head_num
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -61,8 +71,19 @@ class MHATokenToKVPool(KVCache):
         self.k_data_ptrs = self.data_ptrs[: self.layer_num]
         self.v_data_ptrs = self.data_ptrs[self.layer_num :]
 
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of K, and of V."""
+        return self.planes[0].buffer.nbytes, self.planes[1].buffer.nbytes
+
     def set_kv_buffer(
-        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+        self,
+        layer: Any,
+        loc: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: None = None,
+        v_scale: None = None,
+        layer_id_override: int | None = None,
     ) -> None:
         """Write the rows of some tokens of one layer, as one launch (with ``alt_stream``, two).
 
@@ -71,10 +92,14 @@ class MHATokenToKVPool(KVCache):
             loc: integer ``[n]``, device slots.
             cache_k, cache_v: ``[n, head_num, head_dim]`` and ``[n, head_num, v_head_dim]``; read
                 when the launch runs; converted to the pool's dtype.
+            k_scale, v_scale: must be None, rows are stored as they are.
+            layer_id_override: the layer id, instead of that of ``layer``.
 
         Raises:
             InvalidArgument, InvalidSlot: before anything is launched.
         """
+        refuse_unmodelled("set_kv_buffer", {"k_scale": k_scale, "v_scale": v_scale}, NOT_OF_A_POOL)
+        layer = layer if layer_id_override is None else layer_id_override
         self._write(layer, loc, (cache_k,), (cache_v,))
 
     def _launch_write(
@@ -160,8 +185,13 @@ class MLATokenToKVPool(KVCache):
         enable_memory_saver: bool = False,
         start_layer: int | None = None,
         end_layer: int | None = None,
+        use_nsa: bool = False,
+        override_kv_cache_dim: None = None,
         runtime: Runtime | None = None,
     ) -> None:
+        """``use_nsa``, ``override_kv_cache_dim``: must be False and None."""
+        given = {"use_nsa": use_nsa, "override_kv_cache_dim": override_kv_cache_dim}
+        refuse_unmodelled("a pool", given, NOT_OF_A_POOL)
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self.kv_cache_dim = kv_lora_rank + qk_rope_head_dim
@@ -190,6 +220,23 @@ class MLATokenToKVPool(KVCache):
     ) -> None:
         """Write latent ``[n, 1, kv_lora_rank]`` and rope ``[n, 1, qk_rope_head_dim]`` parts."""
         self._write(layer, loc, (cache_k_nope, cache_k_rope))
+
+    def get_mla_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch a copy of some rows: latent ``[n, 1, kv_lora_rank]`` and rope parts.
+
+        They come as ``dst_dtype`` (default: the pool's), after waiting for the layer.
+        """
+        layer_id: int = getattr(layer, "layer_id", layer)
+        source = self.get_key_buffer(layer_id)
+        rows = source.new_empty((len(loc), 1, self.kv_cache_dim), dtype=dst_dtype or self.dtype)
+
+        def run() -> None:
+            rows.copy_(source[loc])
+
+        self.runtime.launch("get_mla_kv_buffer", run, reads=[self.region(0, layer_id, loc)])
+        return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """The whole row of a layer, ``[size + page_size, 1, width]``, after waiting for it."""

@@ -120,6 +120,11 @@ class HostKVCache(HostSlots, HostCopies):
             self.release()
             raise
 
+    def get_ksize_per_token(self) -> int:
+        """Bytes of one token in the first plane: its K, or its latent row."""
+        plane = self.device_pool.planes[0]
+        return plane.head_num * plane.head_dim * self.layer_num * self.dtype.itemsize
+
     def get_size_per_token(self) -> int:
         """Bytes of one token: every layer of every plane, as wide as on the device."""
         widths = sum(plane.head_num * plane.head_dim for plane in self.device_pool.planes)
@@ -161,6 +166,18 @@ class HostKVCache(HostSlots, HostCopies):
 class MHATokenToKVPoolHost(HostKVCache):
     """K and V; their widths may differ."""
 
+    device_pool: MHATokenToKVPool
+
+    @property
+    def head_num(self) -> int:
+        """Heads of K, and of V."""
+        return self.device_pool.head_num
+
+    @property
+    def head_dim(self) -> int:
+        """Width of K."""
+        return self.device_pool.head_dim
+
     @property
     def k_buffer(self) -> torch.Tensor:
         """K, in ``layout``."""
@@ -174,6 +191,23 @@ class MHATokenToKVPoolHost(HostKVCache):
 
 class MLATokenToKVPoolHost(HostKVCache):
     """One latent plane, which is what ``kv_buffer`` is here."""
+
+    device_pool: MLATokenToKVPool
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Width of the latent part."""
+        return self.device_pool.kv_lora_rank
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Width of the rope part."""
+        return self.device_pool.qk_rope_head_dim
+
+    @property
+    def kv_cache_dim(self) -> int:
+        """Width of a row: both parts."""
+        return self.device_pool.kv_cache_dim
 
     @property
     def kv_buffer(self) -> torch.Tensor:

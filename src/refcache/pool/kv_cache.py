@@ -122,9 +122,11 @@ class KVCache:
             [v[0].numel() * v.element_size() for v in views], device=self.device
         )
 
-    def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
-        """From now on every getter waits on ``counter`` for its layer."""
-        self.layer_transfer_counter = counter
+    def register_layer_transfer_counter(
+        self, layer_transfer_counter: LayerTransferCounter | None
+    ) -> None:
+        """From now on every getter waits on ``layer_transfer_counter`` for its layer."""
+        self.layer_transfer_counter = layer_transfer_counter
 
     def release(self) -> None:
         """Give the memory back (one launch): the bytes are lost, and the pool is refused until
@@ -162,9 +164,14 @@ class KVCache:
         if self.released:
             raise MemoryReleased(f"memory of a {type(self).__name__}: expected resume first")
 
-    def get_kv_size_bytes(self) -> int:
-        """Bytes of all planes."""
-        return sum(p.buffer.numel() * p.buffer.element_size() for p in self.planes)
+    def get_kv_size_bytes(self) -> Any:
+        """Bytes of all planes; K and V apart where there are both."""
+        return sum(plane.buffer.nbytes for plane in self.planes)
+
+    @property
+    def mem_usage(self) -> float:
+        """All planes, in GB of 2**30 bytes."""
+        return sum(plane.buffer.nbytes for plane in self.planes) / 2**30
 
     def region(self, plane: int, layer_id: int, slots: torch.Tensor | range | int) -> Region:
         """The cells of one (plane, model layer), to name in a launch."""

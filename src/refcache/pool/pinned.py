@@ -81,12 +81,15 @@ class HostTensorAllocator:
 
     Attributes:
         ranges: address and bytes of every registered range.
+        dims, dtype: what was allocated last.
     """
 
     def __init__(self, cudart: Cudart | None = None, chunk_bytes: int | None = None) -> None:
         self.cudart = cudart
         self.chunk_bytes = chunk_bytes
         self.ranges: list[tuple[int, int]] = []
+        self.dims: tuple[int, ...] | None = None
+        self.dtype: torch.dtype | None = None
 
     def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
         """A zeroed tensor whose storage starts at a page of the system.
@@ -94,6 +97,7 @@ class HostTensorAllocator:
         Raises:
             InvalidArgument: ``device`` is not "cpu", or there is nothing to allocate.
         """
+        self.dims, self.dtype = dims, dtype
         size = prod(dims) * dtype.itemsize
         if device != "cpu" or size == 0:
             raise InvalidArgument(f"host memory {dims} on {device!r}: expected some, on 'cpu'")

@@ -68,7 +68,7 @@ class HiRadixCache(RadixCache):
 
     def __init__(self, params: CacheInitParams, server_args: ServerArgs) -> None:
         """``params.tp_cache_group``: see :func:`refcache.tree.consensus.consensus_of`."""
-        device_pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self.kv_cache = device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.token_to_kv_pool_host: HostKVCache = host_pool_for(device_pool, server_args)
         self.load_cache_event = threading.Event()
         self.cache_controller = HiCacheController(
@@ -82,6 +82,9 @@ class HiRadixCache(RadixCache):
             runtime=params.runtime,
         )
         self.tp_group = consensus_of(params.tp_cache_group)
+        self.tp_world_size = self.cache_controller.tp_world_size
+        self.pp_rank, self.pp_size = params.pp_rank, params.pp_size
+        self.enable_storage = self.enable_storage_metrics = False
         self.write_policy = server_args.hicache_write_policy
         self.write_through_threshold = HITS_UNTIL_WRITTEN.get(self.write_policy)
         self.load_back_threshold = LOAD_BACK_THRESHOLD
@@ -317,7 +320,14 @@ class HiRadixCache(RadixCache):
         self.writing_check()
         self.loading_check()
 
+    def shutdown(self) -> None:
+        """Nothing to detach: there is no tier below the host."""
+
     # ---- helpers ---------------------------------------------------------------------------------
+
+    def get_height(self, node: TreeNode) -> int:
+        """How many nodes lie from the root's child to ``node``, both counted; 0 for the root."""
+        return len(self._path(node))
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
         """As :meth:`RadixCache.inc_lock_ref`.

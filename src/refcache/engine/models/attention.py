@@ -57,13 +57,15 @@ class AttentionBackend:
         self.runtime = runtime
         self.forward_metadata: ForwardMetadata | None = None
 
-    def init_forward_metadata(self, batch: ModelWorkerBatch) -> None:
+    def init_forward_metadata(self, forward_batch: ModelWorkerBatch) -> None:
         """Launch the reading of the page table on the current stream."""
         table = self.req_to_token_pool.req_to_token
-        last = batch.out_cache_loc
-        if batch.forward_mode.is_extend():
-            last = last[torch.tensor(batch.extend_seq_lens).cumsum(0) - 1]
-        metadata = ForwardMetadata(batch, self.plan(batch), batch.out_cache_loc, last)
+        last = forward_batch.out_cache_loc
+        if forward_batch.forward_mode.is_extend():
+            last = last[torch.tensor(forward_batch.extend_seq_lens).cumsum(0) - 1]
+        metadata = ForwardMetadata(
+            forward_batch, self.plan(forward_batch), forward_batch.out_cache_loc, last
+        )
         self.forward_metadata = metadata
         if not metadata.cells:
             return
@@ -76,7 +78,7 @@ class AttentionBackend:
         self.runtime.launch(
             "page_table",
             run,
-            reads=[Region(self.req_to_token_pool, 0, 0, batch.req_pool_indices)],
+            reads=[Region(self.req_to_token_pool, 0, 0, forward_batch.req_pool_indices)],
             writes=[Region(metadata, 0, 0, 0)],
         )
         metadata.rows_read = self.runtime.current_stream().record_event()
@@ -87,30 +89,32 @@ class AttentionBackend:
         k: torch.Tensor,
         v: torch.Tensor,
         layer: "RadixAttention",
-        batch: ModelWorkerBatch,
+        forward_batch: ModelWorkerBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Write the batch's rows of ``layer``, then attend.
+        """Write the batch's rows of ``layer`` (unless ``save_kv_cache`` is False), then attend.
 
         Raises:
             InvalidArgument: :meth:`init_forward_metadata` was not called for this batch.
         """
-        self._metadata_of(batch)
-        self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        if batch.forward_mode.is_decode():
-            return self.forward_decode(q, layer, batch)
-        return self.forward_extend(q, layer, batch)
+        self._metadata_of(forward_batch)
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        if forward_batch.forward_mode.is_decode():
+            return self.forward_decode(q, layer, forward_batch)
+        return self.forward_extend(q, layer, forward_batch)
 
     def forward_extend(
-        self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch
+        self, q: torch.Tensor, layer: "RadixAttention", forward_batch: ModelWorkerBatch
     ) -> torch.Tensor:
         """Several new tokens a request."""
-        return self._attend(q, layer, batch, batch.extend_seq_lens)
+        return self._attend(q, layer, forward_batch, forward_batch.extend_seq_lens)
 
     def forward_decode(
-        self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch
+        self, q: torch.Tensor, layer: "RadixAttention", forward_batch: ModelWorkerBatch
     ) -> torch.Tensor:
         """One new token a request."""
-        return self._attend(q, layer, batch, [1] * len(batch.reqs))
+        return self._attend(q, layer, forward_batch, [1] * len(forward_batch.reqs))
 
     def _metadata_of(self, batch: ModelWorkerBatch) -> ForwardMetadata:
         metadata = self.forward_metadata
@@ -150,14 +154,14 @@ class RadixAttention(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        batch: ModelWorkerBatch,
+        forward_batch: ModelWorkerBatch,
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """Write K and V rows ``[tokens, heads, dim]`` and attend; see :meth:`empty_output`.
 
         All tensors, the result too, are filled by launches on the current stream.
         """
-        return backend.forward(q, k, v, self, batch)
+        return backend.forward(q, k, v, self, forward_batch)
 
     @abstractmethod
     def empty_output(self, batch: ModelWorkerBatch) -> torch.Tensor:
