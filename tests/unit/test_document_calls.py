@@ -1,6 +1,7 @@
 """The calls that the document quotes, as it writes them: each works, or is refused by name."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from refcache.engine import (
     Scheduler,
     TokenizedGenerateReqInput,
 )
+from refcache.engine.alloc import alloc_paged_token_slots_extend, write_cache_indices
 from refcache.engine.model_runner import MemoryPoolConfig, ModelRunner, make_model
 from refcache.engine.models.model import TagModel
+from refcache.engine.scheduler import make_tree
 from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased, NotIdle, UnknownName
+from refcache.keys import RadixKey
 from refcache.pool import MHATokenToKVPool, ReqToTokenPool, host_pool_for
 from refcache.runtime import RaceFound, SimulatedRuntime, Tracker, eager, lazy
 from refcache.tags import greedy
-from refcache.types import ServerArgs, SpeculativeAlgorithm
+from refcache.tree.consensus import SingleRank
+from refcache.types import MatchPrefixParams, ServerArgs, SpeculativeAlgorithm
 
 VOCAB = 3
 MODEL = ModelConfig(num_hidden_layers=2, vocab_size=VOCAB)
@@ -526,3 +531,105 @@ def test_slots_of_a_pool_are_checked_before_anything_is_launched():
     with pytest.raises(InvalidSlot, match="slots 68 to 68"):
         pool.set_kv_buffer(3, torch.tensor([68]), rows, rows)
     assert isinstance(ReqToTokenPool(1, 2, "cpu", True), ReqToTokenPool)
+
+
+def test_buffers_have_the_document_s_shapes():
+    pool = document_pool(args(), v_head_dim=3, dtype=torch.float8_e4m3fn)
+    assert pool.store_dtype == torch.uint8
+    assert [tuple(k.shape) for k in pool.k_buffer] == [(68, 1, 2)] * 2  # 64 + a page
+    assert [tuple(v.shape) for v in pool.v_buffer] == [(68, 1, 3)] * 2
+    buffers = [*pool.k_buffer, *pool.v_buffer]
+    assert not any(buffer.any() for buffer in buffers)
+    assert {buffer.dtype for buffer in buffers} == {torch.uint8}
+    assert pool.data_ptrs.dtype == torch.uint64
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    assert pool.data_ptrs.tolist() == addresses
+    assert pool.k_data_ptrs.tolist() + pool.v_data_ptrs.tolist() == addresses
+    assert pool.data_strides.tolist() == [2, 2, 3, 3]  # bytes
+    assert pool.planes[0].buffer[1].data_ptr() == pool.k_buffer[1].data_ptr()
+
+
+def test_slot_0_is_nobody_s():
+    pool = document_pool(args())
+    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.int64, "cpu", pool)
+    assert allocator.get_kvcache() is pool
+    slots = allocator.alloc(64)
+    assert slots.tolist() == list(range(4, 68))
+    with pytest.raises(InvalidSlot):
+        allocator.free(torch.tensor([0]))
+    with pytest.raises(InvalidArgument, match="expected a multiple of page_size=4"):
+        allocator.alloc(6)
+
+
+def test_a_look_at_a_buffer_does_not_wait():
+    class Counter:
+        waits = 0
+
+        def wait_until(self, threshold):
+            self.waits += 1
+
+    pool, counter = document_pool(args()), Counter()
+    pool.register_layer_transfer_counter(counter)
+    assert pool._get_key_buffer(3).data_ptr() == pool.k_buffer[0].data_ptr()
+    assert counter.waits == 0
+    pool.get_key_buffer(3)
+    assert counter.waits == 1
+
+
+def test_the_tree_gets_the_document_s_parameters():
+    made = []
+
+    def tree(params, server_args):
+        made.append(params)
+        return make_tree(params, server_args)
+
+    server_args = args(
+        enable_metrics=True, radix_eviction_policy="lfu", enable_kv_cache_events=True
+    )
+    scheduler = Scheduler(server_args, MODEL, make_tree=tree, tp_cpu_group=SingleRank())
+    (params,) = made
+    runner = scheduler.model_runner
+    assert params.req_to_token_pool is runner.req_to_token_pool is scheduler.req_to_token_pool
+    assert params.token_to_kv_pool_allocator is runner.token_to_kv_pool_allocator
+    assert isinstance(params.tp_cache_group, SingleRank)
+    assert (params.page_size, params.chunked_prefill_size) == (4, 8192)
+    assert (params.disable, params.is_eagle, params.eviction_policy) == (False, False, "lfu")
+    assert (params.enable_metrics, params.enable_kv_cache_events) == (True, True)
+    assert (params.pp_rank, params.pp_size, params.sliding_window_size) == (0, 1, None)
+    assert params.enable_mamba_extra_buffer is False
+
+
+def test_slots_for_an_extend_are_asked_for_as_the_document_asks():
+    scheduler = Scheduler(args(), MODEL)
+    serve(scheduler, "a")
+    tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    found = tree.match_prefix(MatchPrefixParams(RadixKey(list(range(8)))))
+    tree.inc_lock_ref(found.last_device_node)
+    prefix, last_loc = found.device_indices[:6], found.device_indices[5:6]  # half a page of it
+    lengths = torch.tensor([6, 0]), torch.tensor([11, 3])
+    out_cache_loc = alloc_paged_token_slots_extend(
+        tree_cache=tree,
+        prefix_lens=lengths[0],
+        prefix_lens_cpu=lengths[0],
+        seq_lens=lengths[1],
+        seq_lens_cpu=lengths[1],
+        last_loc=torch.cat([last_loc, torch.tensor([-1])]),
+        extend_num_tokens=8,
+    )
+    assert out_cache_loc[:2].tolist() == [int(last_loc) + 1, int(last_loc) + 2]
+    assert out_cache_loc[2:5].tolist() == list(range(int(out_cache_loc[2]), 3 + out_cache_loc[2]))
+    assert out_cache_loc[2] % 4 == out_cache_loc[5] % 4 == 0
+    assert out_cache_loc[2] != out_cache_loc[5]
+
+    rows = ReqToTokenPool(2, 16)
+    reqs = [
+        SimpleNamespace(req_pool_idx=0, prefix_indices=prefix),
+        SimpleNamespace(req_pool_idx=1, prefix_indices=prefix[:0]),
+    ]
+    batch = SimpleNamespace(
+        reqs=reqs, req_to_token_pool=rows, prefix_lens=[6, 0], extend_lens=[5, 3]
+    )
+    write_cache_indices(batch, out_cache_loc)
+    assert rows.read(0, slice(0, 11)).tolist() == [*prefix.tolist(), *out_cache_loc[:5].tolist()]
+    assert rows.read(1, slice(0, 4)).tolist() == [*out_cache_loc[5:].tolist(), 0]
+    allocator.free(torch.cat([out_cache_loc[2:5], out_cache_loc[5:]]))

@@ -1,117 +1,142 @@
-"""``docs/source_map.md``: every path imports, and three requests call every function of the loop.
+"""The source map: every path imports, and one run calls every function and reads what is used.
 
-They run over a host tier; one prompt comes in two chunks, and prefixes are shared.
+The run is ``scripts/document_run.py``: it does everything that the document describes.
 """
 
-import importlib
+import ast
 import inspect
-import re
 import sys
+import textwrap
+from collections import Counter
+from enum import Enum
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
-from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
-from refcache.tree.hiradix_cache import HiRadixCache
-from refcache.types import ServerArgs
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
 
-MAP = Path(__file__).parents[2] / "docs" / "source_map.md"
-ROW = re.compile(r"\| (?P<name>[^|]+) \| (?P<part>[ABL-]) \| (?P<where>[^|]+) \|")
-PATH = re.compile(r"`([\w.]+)(?:\((\w+)\))?`")
+document = pytest.importorskip("document")
+import document_run  # noqa: E402
+from document_run import code_of, resolve  # noqa: E402
+
+from refcache.controller import CacheOperation, TransferBuffer  # noqa: E402
+from refcache.engine import Scheduler  # noqa: E402
+
+PATHS = document_run.table_paths()
+CALLERS = [path for item in document.items() for path in item.get("callers", [])]
+UNUSED = [(path, i.get("reader")) for i in document.items() for path in i.get("unused", [])]
+USED = [  # controls: the counting sees these
+    "refcache.types.CacheInitParams.page_size",
+    "refcache.types.MatchPrefixParams.key",
+    "refcache.types.InitLoadBackParams.mem_quota",
+    "refcache.controller.HiCacheController.mem_pool_host",
+    "refcache.engine.Req.host_hit_length",
+]
 
 
-def rows():
-    found = [ROW.fullmatch(line) for line in MAP.read_text().splitlines()]
-    return [(m["name"], m["part"], m["where"]) for m in found if m]
+REFUSED = [  # storage, which is next
+    "refcache.controller.HiCacheController.attach_storage_backend",
+    "refcache.controller.HiCacheController.detach_storage_backend",
+]
 
 
-PATHS = [(name, *PATH.fullmatch(where).groups()) for name, _, where in rows() if where[0] == "`"]
+class Counted:
+    """In the place of an attribute: counts who reads it."""
+
+    def __init__(self, name):
+        self.name, self.readers = name, Counter()
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        self.readers[sys._getframe(1).f_code] += 1
+        return instance.__dict__[self.name]
+
+    def __set__(self, instance, value):
+        instance.__dict__[self.name] = value
 
 
-class Run:
-    """``called``: code objects; ``instances``: for each class the last ``self`` seen."""
-
-    def __init__(self):
-        self.called, self.instances = set(), {}
-        sys.setprofile(self.note)
-        try:
-            scheduler = Scheduler(
-                ServerArgs(
-                    page_size=2,
-                    max_total_tokens=48,
-                    max_running_requests=3,
-                    context_length=40,
-                    chunked_prefill_size=8,
-                    enable_hierarchical_cache=True,
-                    hicache_io_backend="direct",
-                ),
-                ModelConfig(num_hidden_layers=2),
-                make_tree=HiRadixCache,
-                pre_model_load_memory=1.0,
-            )
-            for rid, length in (("a", 7), ("b", 13), ("c", 9)):
-                scheduler.submit(TokenizedGenerateReqInput(rid, range(length), SamplingParams(3)))
-            scheduler.dispatch_event_loop()
-        finally:
-            sys.setprofile(None)
-        assert [len(r.output_ids) for r in scheduler.finished_reqs] == [3, 3, 3]
-
-    def note(self, frame, event, argument):
-        if event == "call":
-            self.called.add(frame.f_code)
-            this = frame.f_locals.get("self")
-            for cls in type(this).__mro__:
-                self.instances[cls] = this
+def attribute(path):
+    """The class and the name of a path to an attribute of instances; None for anything else."""
+    if path.endswith(")"):
+        return None
+    owner, _, name = path.rpartition(".")
+    try:
+        cls = resolve(owner, {})
+    except ModuleNotFoundError:
+        return None
+    known = inspect.getattr_static(cls, name, None)
+    of_instances = inspect.isclass(cls) and not issubclass(cls, tuple | Enum)
+    kinds = FunctionType | property | classmethod | staticmethod
+    slotted = inspect.ismemberdescriptor(known)
+    return None if not of_instances or isinstance(known, kinds) or slotted else (cls, name)
 
 
 @pytest.fixture(scope="module")
 def run():
-    return Run()
+    """The traced run, with the attributes that matter counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        counted = {}
+        for path in {path for path, _ in UNUSED} | {*USED, *PATHS}:
+            where = attribute(path)
+            if where is not None:
+                counted[path] = Counted(where[1])
+                patch.setattr(*where, counted[path], raising=False)
+        done = document_run.traced()
+    done.counted = counted
+    return done
 
 
-def importable(path):
-    """The longest importable prefix of ``path``, and the names after it."""
-    names = path.split(".")
-    for end in range(len(names), 0, -1):
-        try:
-            return importlib.import_module(".".join(names[:end])), names[end:]
-        except ModuleNotFoundError as error:
-            if not ".".join(names).startswith(error.name or ""):
-                pytest.skip(f"needs {error.name}")
-    raise AssertionError(f"{path}: nothing of it imports")
+def test_the_run_does_everything(run):
+    assert min(run.facts.values()) > 0, run.facts
+    assert set(run.facts) == {
+        "aborts",
+        "host copies dropped",
+        "host hits",
+        "load slot waits",
+        "loads with an event a layer",
+        "loads with flags",
+        "retractions",
+        "write-back evictions",
+        "writes through",
+    }
 
 
-def resolve(path, instances):
-    """What ``path`` names: an attribute of a module, of a class, or of a class's instances."""
-    value, names = importable(path)
-    for name in names:
-        if inspect.isclass(value) and not hasattr(value, name):
-            if name in value.__annotations__:
-                return value.__annotations__[name]
-            value = instances.get(value)
-        value = getattr(value, name)
-    return value
+def test_the_run_lists_what_it_called(run):
+    names = run.names()
+    for package in document_run.PACKAGES:
+        assert sum(name.startswith(f"refcache.{package}") for name in names) > 10, package
+    assert any(name.startswith("refcache.tree.hiradix_cache: HiRadixCache.evict") for name in names)
+    assert not any("<" in name for name in names)
 
 
-def code_of(value):
-    if isinstance(value, property):
-        value = value.fget
-    value = inspect.unwrap(getattr(value, "__func__", value))
-    return getattr(value, "__code__", None)
+@pytest.mark.parametrize("path", PATHS)
+def test_path_is_there(path, run):
+    resolved(path, run.instances)
 
 
-def test_the_map_has_rows_of_every_kind():
-    parts = [part for _, part, _ in rows()]
-    assert {part: parts.count(part) > 5 for part in "ABL-"} == dict.fromkeys("ABL-", True)
-    for name, _, where in rows():
-        assert PATH.fullmatch(where) or where == "next" or where.startswith("not modelled: "), name
+def resolved(path, instances):
+    try:
+        return resolve(path, instances)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("refcache"):
+            raise
+        pytest.skip(f"needs {error.name}")
 
 
-@pytest.mark.parametrize(("name", "path", "parameter"), PATHS)
-def test_path_is_there(name, path, parameter, run):
-    value = resolve(path, run.instances)
-    if parameter is not None:
-        assert parameter in inspect.signature(value).parameters
+def test_parameters_are_there(run):
+    with_parameter = [
+        path
+        for item in document.items()
+        for path in (*(p for _, p in item.get("names", [])), *item.get("where", []))
+        if path.endswith(")")
+    ]
+    assert len(with_parameter) > 10
+    for path in with_parameter:
+        function, _, parameter = path.rstrip(")").partition("(")
+        assert parameter in inspect.signature(resolve(function, run.instances)).parameters, path
 
 
 def test_a_path_that_is_not_there_is_noticed(run):
@@ -121,15 +146,58 @@ def test_a_path_that_is_not_there_is_noticed(run):
         resolve("refcache.tree.RadixTrie", run.instances)
 
 
-@pytest.mark.parametrize(
-    "path", sorted({p for _, p, _ in PATHS if p.startswith("refcache.engine")})
-)
-def test_three_requests_call_every_function_of_the_loop(path, run):
-    value = resolve(path, run.instances)
-    code = None if inspect.isclass(value) else code_of(value)
-    assert code is None or code in run.called
+@pytest.mark.parametrize("package", document_run.PACKAGES)
+def test_the_run_calls_every_function_of_the_map(package, run):
+    never = {one for one, _ in UNUSED} | set(REFUSED)
+    missed = []
+    for path in PATHS:
+        if path in never or not path.startswith(f"refcache.{package}."):
+            continue
+        value = resolved(path, run.instances)
+        code = None if inspect.isclass(value) else code_of(value)
+        if code is not None and code not in run.calls:
+            missed.append(path)
+    assert not missed
 
 
 def test_what_was_not_called_is_noticed(run):
-    assert code_of(Scheduler.step) in run.called
-    assert code_of(Scheduler.flush_cache) not in run.called
+    assert run.calls[code_of(Scheduler.step)] > 10
+    assert code_of(Scheduler.recv_requests) in run.calls
+    assert code_of(TransferBuffer.full) not in run.calls
+
+
+def reads_parameter(path, instances):
+    """Whether a function's body reads a parameter."""
+    function, _, parameter = path.rstrip(")").partition("(")
+    source = textwrap.dedent(inspect.getsource(resolve(function, instances)))
+    return any(
+        isinstance(node, ast.Name) and node.id == parameter and isinstance(node.ctx, ast.Load)
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def test_what_is_accepted_and_unused_is_not_read(run):
+    for path, reader in UNUSED:
+        if path.endswith(")"):
+            assert not reads_parameter(path, run.instances), path
+        elif path in run.counted:
+            readers = set(run.counted[path].readers)
+            allowed = set() if reader is None else {code_of(resolve(reader, run.instances))}
+            assert readers == allowed, (path, readers)
+        else:
+            assert run.calls[code_of(resolve(path, run.instances))] == 0, path
+
+
+def test_what_is_used_is_seen_to_be_read(run):
+    for path in USED:
+        assert run.counted[path].readers, path
+    init = "refcache.controller.HiCacheController.__init__"
+    assert reads_parameter(f"{init}(write_policy)", run.instances)
+    assert run.calls[code_of(CacheOperation.merge_ops)] > 0
+
+
+def test_an_attribute_of_the_map_is_read_or_marked(run):
+    marked = {path for path, _ in UNUSED}
+    assert len(set(run.counted) & set(PATHS)) > 60
+    unread = {path for path in PATHS if path in run.counted and not run.counted[path].readers}
+    assert unread == marked & set(PATHS) & unread | set(CALLERS)
