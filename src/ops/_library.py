@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from refcache.errors import InvalidArgument, MissingExtra
+from refcache.errors import MissingExtra
 
 # Ops vanish when their Library object is collected: keep it in a module global.
 LIBRARY = torch.library.Library("refcache", "DEF")
@@ -44,20 +44,3 @@ def kernels(op: str) -> Any:
         raise MissingExtra(
             f"torch.ops.refcache.{op} on CUDA needs Triton: install `refcache[triton]`"
         ) from error
-
-
-def check_slots(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, contiguous, after a check that they are integer vectors on one device.
-
-    Raises:
-        InvalidArgument: another dtype, shape or device.
-    """
-    where = tensors[0].get_device()
-    for t in tensors:
-        if t.dim() != 1 or t.dtype not in (torch.int64, torch.int32):
-            raise InvalidArgument(
-                f"{t.dtype} of shape {tuple(t.shape)}: expected int32 or int64 of one dimension"
-            )
-        if t.get_device() != where:
-            raise InvalidArgument(f"tensors on {tensors[0].device} and {t.device}: expected one")
-    return tuple(t if t.is_contiguous() else t.contiguous() for t in tensors)

@@ -12,13 +12,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import refcache_ops
 from environment import environment
 from refcache import reference
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
 from refcache.oracle.program.shrink import simpler_values
 from refcache.oracle.target.base import Target
-from refcache.oracle.target.ops import OpsTarget, address_tables, ops_target, without_cap
+from refcache.oracle.target.ops import (
+    OpsTarget,
+    address_tables,
+    ops_target,
+    takes_cursor,
+    without_cap,
+)
 from refcache.reference import cases
 from refcache.reference.alloc_cases import AllocCase, random_alloc_case
 from refcache.testing import run_suite
@@ -200,7 +207,7 @@ def test_every_simpler_case_is_smaller_and_valid_so_shrinking_ends(drawn):
                 assert eval(repr(one), scope) == one  # valid, and printed as code
                 if drawn is of_allocation:
                     assert (one.dtype, one.page_size) == (case.dtype, case.page_size)
-                    assert (one.prefix is None) == (case.prefix is None)
+                    assert (one.prefix is None, one.cursor) == (case.prefix is None, case.cursor)
             case = rng.choice(simpler)
             steps += 1
         assert steps < 400
@@ -220,6 +227,21 @@ def test_a_custom_op_is_known_by_its_function():
 
     target = ops_target(take)
     assert (target.name, verdict(target).verdict) == ("alloc_decode", "ok")
+
+
+def test_an_op_is_asked_with_a_cursor_where_it_takes_one():
+    def never_counts(seq_lens, last_loc, free_pages, page_size, cursor=None):
+        kept = None if cursor is None else cursor.clone()
+        return reference.alloc_decode(seq_lens, last_loc, free_pages, page_size, kept)
+
+    result = verdict(OpsTarget(SimpleNamespace(alloc_decode=never_counts)))
+    assert result.failure.rule == "OP2"
+    assert "the cursor and its neighbours are" in result.failure.evidence
+    assert "cursor=" in result.failure.steps[-1]
+    assert takes_cursor(refcache_ops.alloc_decode)
+    assert takes_cursor(refcache_ops.alloc_extend.default)
+    assert not takes_cursor(decode)
+    assert not takes_cursor(dict)
 
 
 def test_an_exception_is_a_crash():

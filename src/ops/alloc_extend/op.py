@@ -9,11 +9,12 @@ shrink and their exact sum (the allocator does). If it does not, slots beyond
 import torch
 
 from refcache import reference
-from refcache_ops._library import check_slots, define, kernels
+from refcache.reference.alloc import check_alloc, check_total
+from refcache_ops._library import define, kernels
 
 SCHEMA = (
     "alloc_extend(Tensor prefix_lens, Tensor seq_lens, Tensor last_loc, Tensor free_pages, "
-    "int page_size, SymInt extend_num_tokens) -> Tensor"
+    "int page_size, SymInt extend_num_tokens, Tensor(a!)? cursor=None) -> Tensor"
 )
 
 
@@ -24,14 +25,16 @@ def run_kernel(
     free_pages: torch.Tensor,
     page_size: int,
     extend_num_tokens: int,
+    cursor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
-    prefix_lens, seq_lens, last_loc, free_pages = check_slots(
-        prefix_lens, seq_lens, last_loc, free_pages
-    )
-    out: torch.Tensor = kernels("alloc_extend").run(
-        prefix_lens, seq_lens, last_loc, free_pages, page_size, extend_num_tokens
-    )
+    check_alloc(
+        free_pages, page_size, cursor,
+        prefix_lens=prefix_lens, seq_lens=seq_lens, last_loc=last_loc,
+    )  # fmt: skip
+    check_total(extend_num_tokens)
+    tensors = (t.contiguous() for t in (prefix_lens, seq_lens, last_loc, free_pages))
+    out: torch.Tensor = kernels("alloc_extend").run(*tensors, page_size, extend_num_tokens, cursor)
     return out
 
 
@@ -42,7 +45,12 @@ def _fake(
     free_pages: torch.Tensor,
     page_size: int,
     extend_num_tokens: int,
+    cursor: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    check_alloc(
+        free_pages, page_size, cursor,
+        prefix_lens=prefix_lens, seq_lens=seq_lens, last_loc=last_loc,
+    )  # fmt: skip
     return seq_lens.new_empty(extend_num_tokens, dtype=torch.int64)
 
 

@@ -18,7 +18,10 @@ from refcache.reference.cases import as_code
 
 @dataclass(frozen=True, repr=False)
 class AllocCase:
-    """One call of ``alloc_extend`` (or, with ``prefix`` None, of ``alloc_decode``)."""
+    """One call of ``alloc_extend`` (or, with ``prefix`` None, of ``alloc_decode``).
+
+    With a ``cursor`` two calls, as a loop makes them: the second takes up where the first ended.
+    """
 
     seq: tuple[int, ...]
     prefix: tuple[int, ...] | None
@@ -26,6 +29,7 @@ class AllocCase:
     free: tuple[int, ...]
     page_size: int
     dtype: torch.dtype = torch.int64
+    cursor: int | None = None
 
     __repr__ = as_code
 
@@ -39,6 +43,7 @@ class AllocCase:
             and all(0 <= b <= s and s - decode >= 0 for b, s in zip(before, self.seq, strict=True))
             and min(self.last, default=0) >= -1
             and min(self.free, default=1) > 0
+            and (self.cursor is None or self.cursor >= 0)
         ):
             raise InvalidArgument(f"{self!r}: expected a valid call")
 
@@ -62,7 +67,10 @@ class AllocCase:
 
 
 def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> AllocCase:
-    """A consistent case; sometimes with too short a free list, sometimes nothing to extend."""
+    """A consistent case; sometimes with too short a free list, sometimes nothing to extend.
+
+    Sometimes with a cursor, and then with requests that got no slot before.
+    """
     page = rng.choice((1, 2, 3, 4, 16, 64))
     count = rng.randint(0, batch)
     near = [0, 1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 3 * page + 1]
@@ -74,42 +82,55 @@ def random_alloc_case(rng: random.Random, batch: int = 6, tokens: int = 40) -> A
     last = [q * page + (p - 1) % page if p else -1 for q, p in zip(pages, prefix, strict=False)]
     free = pages[count:][: rng.choice((needed, needed + 3, rng.randint(0, needed)))]
     dtype = rng.choice((torch.int32, torch.int64))
+    cursor = rng.choice((None, None, 0, rng.randint(0, len(free) + 2)))
+    if cursor is not None:
+        last = [s if rng.random() < 0.9 else -1 for s in last]
     return AllocCase(
-        tuple(seq), None if decode else tuple(prefix), tuple(last), tuple(free), page, dtype
+        tuple(seq), None if decode else tuple(prefix), tuple(last), tuple(free), page, dtype, cursor
     )
 
 
 def alloc_errors(case: AllocCase, ops: Any, device: str = "cpu") -> list[str]:
-    """What is wrong with the slots that ``ops`` returns, or with its inputs after the call; empty
-    when the slots are the reference's and nothing was written."""
+    """What is wrong with the slots that ``ops`` returns, with the cursor, or with its inputs after
+    the call; empty when slots and cursor are the reference's and nothing else was written."""
     seq, last = torch.tensor(case.seq, dtype=case.dtype), torch.tensor(case.last, dtype=case.dtype)
     beyond = torch.tensor([900_000, *case.free, *[990_000] * (8 + case.growth)], dtype=case.dtype)
+    lengths = [("seq_lens", seq), ("last_loc", last)]
+    counts: list[Any] = [case.page_size]
+    if case.prefix is not None:
+        lengths.insert(0, ("prefix_lens", torch.tensor(case.prefix, dtype=case.dtype)))
+        counts.append(case.growth)
+    name = "alloc_decode" if case.prefix is None else "alloc_extend"
+    given = [*lengths, ("free_pages, or what lies around it,", beyond)]
+    moved = [t.to(device, copy=True) for _, t in given]
     mine = slice(1, 1 + len(case.free))
-    around = beyond.to(device, copy=True)
-    lengths = [seq, last]
-    if case.prefix is None:
-        want = alloc.alloc_decode(seq, last, beyond[mine], case.page_size)
-        moved = [t.to(device, copy=True) for t in lengths]
-        got = ops.alloc_decode(*moved, around[mine], case.page_size)
-    else:
-        prefix = torch.tensor(case.prefix, dtype=case.dtype)
-        lengths = [prefix, seq, last]
-        size, growth = case.page_size, case.growth
-        want = alloc.alloc_extend(prefix, seq, last, beyond[mine], size, growth)
-        moved = [t.to(device, copy=True) for t in lengths]
-        got = ops.alloc_extend(*moved, around[mine], size, growth)
-    if not isinstance(got, torch.Tensor):
-        return [f"a {type(got).__name__} was returned, but should be a tensor"]
-    if got.dtype != torch.int64 or got.shape != want.shape:
-        return [f"slots {got.dtype} {list(got.shape)}, but should be int64 {list(want.shape)}"]
-    wrong = (got.cpu() != want).nonzero().flatten().tolist()
-    if wrong:
-        i = wrong[0]
-        return [f"slot {i} of {len(want)} is {int(got[i])}, but should be {int(want[i])}"]
-    names = ["seq_lens", "last_loc", "free_pages, or what lies around it,"]
-    names = names if case.prefix is None else ["prefix_lens", *names]
-    kept = zip(names, [*lengths, beyond], [*moved, around], strict=True)
-    return [f"{name} was written to" for name, old, new in kept if not torch.equal(old, new.cpu())]
+    steps = 1 if case.cursor is None else 2
+    cursors = [torch.tensor([7, case.cursor or 0, 7], device=d) for d in ("cpu", device)]
+    for _ in range(steps):
+        calls = []
+        for op, tensors, cursor in zip(
+            (getattr(alloc, name), getattr(ops, name)), ([t for _, t in given], moved), cursors,
+            strict=True,
+        ):  # fmt: skip
+            rest = () if case.cursor is None else (cursor[1:2],)
+            calls.append(op(*tensors[:-1], tensors[-1][mine], *counts, *rest))
+        want, got = calls
+        if not isinstance(got, torch.Tensor):
+            return [f"a {type(got).__name__} was returned, but should be a tensor"]
+        if got.dtype != torch.int64 or got.shape != want.shape:
+            return [f"slots {got.dtype} {list(got.shape)}, but should be int64 {list(want.shape)}"]
+        wrong = (got.cpu() != want).nonzero().flatten().tolist()
+        if wrong:
+            i = wrong[0]
+            return [f"slot {i} of {len(want)} is {int(got[i])}, but should be {int(want[i])}"]
+        after = [c.tolist() for c in cursors]
+        if after[0] != after[1]:
+            return [f"the cursor and its neighbours are {after[1]}, but should be {after[0]}"]
+    return [
+        f"{what} was written to"
+        for (what, old), new in zip(given, moved, strict=True)
+        if not torch.equal(old, new.cpu())
+    ]
 
 
 def long_alloc_cases() -> Iterator[AllocCase]:
@@ -117,6 +138,8 @@ def long_alloc_cases() -> Iterator[AllocCase]:
     yield AllocCase((9, 7), (2, 3), (5, 10), (5, 6, 7), 4)
     yield AllocCase((9,), (0,), (-1,), (5,), 4)
     yield AllocCase((5, 5, 5), None, (7, 11, 15), (6,), 4)
+    yield AllocCase((5, 5, 6), None, (7, 11, -1), (6, 8, 9), 4, cursor=1)
+    yield AllocCase((9, 7), (2, 3), (5, -1), (5, 6, 7, 8), 4, cursor=1)
     page = 2**31 // 16 + 3
     pages = (page, page + 1, page + 2)
     yield AllocCase((40,), (0,), (-1,), pages, 16, torch.int32)
@@ -128,4 +151,7 @@ def long_alloc_cases() -> Iterator[AllocCase]:
         before = tuple(s - g for s, g in zip(seq, grown, strict=True))
         last = tuple(40_000 + i * 4 + (b - 1) % 4 for i, b in enumerate(before))
         prefix = None if decode else before
-        yield AllocCase(seq, prefix, last, tuple(range(2, 2 + batch)), 4)
+        cursor = 3 if decode else None
+        yield AllocCase(seq, prefix, last, tuple(range(2, 2 + batch)), 4, cursor=cursor)
+        if decode:
+            yield AllocCase(seq, prefix, last, tuple(range(2, 2 + batch)), 4)

@@ -14,7 +14,7 @@ import torch
 from refcache.oracle.program.driver import Driver, step
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import CacheConfig, Target
-from refcache.oracle.target.ops import OPS, device
+from refcache.oracle.target.ops import OPS, device, takes_cursor
 from refcache.reference import alloc_cases, case_check, cases
 from refcache.reference.alloc_cases import AllocCase
 from refcache.reference.case_check import Placement
@@ -58,9 +58,10 @@ class OpsDriver(Driver):
 
     @step
     def slots(self, case: AllocCase) -> None:
-        """One ``alloc_extend`` or ``alloc_decode``."""
+        """One ``alloc_extend`` or ``alloc_decode``; nothing with a cursor if the op takes none."""
         op = "alloc_decode" if case.prefix is None else "alloc_extend"
-        if hasattr(self.ops, op):
+        function = getattr(self.ops, op, None)
+        if function is not None and (case.cursor is None or takes_cursor(function)):
             self._ask(op, "OP2", alloc_cases.alloc_errors, case, self.ops, self.device)
 
     @step

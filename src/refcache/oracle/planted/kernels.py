@@ -179,6 +179,20 @@ BUGS = (
         "there = entry >= 0",
     ),
     line(
+        "kernel-decode-cursor-stays", "slip", "alloc_decode does not advance its cursor", DECODE,
+        "tl.store(cursor, before + opened)", "tl.store(cursor, before)",
+    ),
+    line(
+        "kernel-extend-cursor-stays", "slip", "alloc_extend does not advance its cursor", EXTEND,
+        "    if cursor is not None:\n        advance.launch",
+        "    if False:\n        advance.launch",
+    ),
+    line(
+        "kernel-exhausted-cursor-stops", "slip", "the cursor does not count pages that are missing",
+        DECODE,
+        "tl.store(cursor, before + opened)", "tl.store(cursor, tl.minimum(before + opened, free))",
+    ),
+    line(
         "kernel-decode-past-free-list", "sglang#34399", "alloc_decode reads behind the free list",
         DECODE,
         "there = entry < free",

@@ -133,6 +133,17 @@ def _definition(function: Any) -> Callable[..., Any] | None:
     return defined
 
 
+def takes_cursor(function: Callable[..., Any]) -> bool:
+    """Whether an allocation op has the argument ``cursor``, as far as its signature says."""
+    schema = getattr(getattr(function, "default", function), "_schema", None)
+    if isinstance(schema, torch._C.FunctionSchema):
+        return any(argument.name == "cursor" for argument in schema.arguments)
+    try:
+        return "cursor" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 def without_cap(function: Callable[..., Any]) -> Callable[..., Any]:
     """An op's function that has no ``max_programs``."""
 
