@@ -16,6 +16,7 @@ from refcache import __version__
 from refcache.cli.campaign import campaign
 from refcache.cli.check import check
 from refcache.cli.convert import convert
+from refcache.cli.explore import explore
 from refcache.cli.judge import judge
 from refcache.cli.planted import planted
 from refcache.cli.replay import replay
@@ -23,7 +24,7 @@ from refcache.cli.shrink import shrink
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
 
-VERDICTS = (["check"], ["campaign"], ["judge"], ["replay"])
+VERDICTS = (["check"], ["explore"], ["campaign"], ["judge"], ["replay"])
 OK, VIOLATION, USAGE, UNKNOWN, INTERRUPTED = 0, 1, 2, 3, 130
 
 # The base of all usage errors, wherever this typer keeps it.
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, campaign, replay, convert, judge, shrink, workload, planted):
+for command in (check, explore, campaign, replay, convert, judge, shrink, workload, planted):
     app.command()(command)
 
 

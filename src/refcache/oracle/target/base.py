@@ -23,9 +23,11 @@ Only public methods with SGLang's names and arguments are called; private fields
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
@@ -128,6 +130,19 @@ class Target:
         slots in any order, several of a page or one.
         """
         raise NotImplementedError
+
+    def free_lists(self, allocator: Any) -> Sequence[Sequence[int]] | None:
+        """The free pages of an allocator, in the order in which they will go, list by list.
+
+        With what the views show, that is all that decides its later answers; so a search of all
+        programs can tell states apart, and end. Reads SGLang's field names. None: not known; then a
+        search ends at a depth, and is never called complete.
+        """
+        lists = [getattr(allocator, name, None) for name in ("free_pages", "release_pages")]
+        if not isinstance(lists[0], torch.Tensor):
+            return None
+        lists += getattr(allocator, "free_group", ())
+        return [pages.tolist() for pages in lists if isinstance(pages, torch.Tensor)]
 
     def req_to_token_pool(self, config: CacheConfig) -> Any:
         """Request rows; by default refcache's own pool."""

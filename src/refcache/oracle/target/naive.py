@@ -224,6 +224,9 @@ class NaiveTarget(Target):
     def allocator(self, config: CacheConfig) -> NaiveAllocator:
         return NaiveAllocator(config.size, config.page_size)
 
+    def free_lists(self, allocator: NaiveAllocator) -> list[list[int]]:
+        return allocator.lists()
+
     def tree(self, config: CacheConfig, allocator: Any, req_to_token_pool: Any) -> NaiveTree:
         return NaiveTree(config, allocator, req_to_token_pool)
 
@@ -246,6 +249,7 @@ class NaiveTarget(Target):
                 extra_key=prefix.extra_key,
                 device=torch.tensor(tree._slots(tree.pages[prefix])),
                 lock_ref=below[prefix],
+                access=tree.used[prefix],
             )
             for prefix in order
         )

@@ -22,6 +22,10 @@ class NaiveAllocator:
     def available_size(self) -> int:
         return len(self._free) * self.page_size
 
+    def lists(self) -> list[list[int]]:
+        """The free pages, and those that wait in a free group. A set has no other order."""
+        return [sorted(self._free), sorted(self._queued or ())]
+
     def alloc(self, need_size: int) -> torch.Tensor | None:
         if need_size < 0 or need_size % self.page_size:
             raise InvalidArgument(f"alloc({need_size}) with pages of {self.page_size}")

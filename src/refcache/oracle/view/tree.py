@@ -30,6 +30,8 @@ class NodeView:
         device, host: int64 slots ``[len(key)]`` on each tier, None where it is not.
         lock_ref: how many holders it counts.
         hashes: of each page, when they are known.
+        access, created: readings of a clock; hits: visits counted; priority. What eviction may go
+            by; None where a tree does not show it. See :mod:`refcache.oracle.explore`.
     """
 
     handle: Any
@@ -43,6 +45,10 @@ class NodeView:
     host: torch.Tensor | None = None
     lock_ref: int = 0
     hashes: Sequence[Any] | None = None
+    access: float | None = None
+    created: float | None = None
+    hits: int | None = None
+    priority: int | None = None
 
     def first_page(self, page_size: int) -> tuple[Any, ...]:
         return tuple(islice(iter(self.key), page_size))
@@ -119,7 +125,8 @@ def inspect_radix(tree: Any, child_key: Callable[[Any], Hashable]) -> TreeView:
     """View of a tree with SGLang's field names; ``child_key`` maps a key to its place in a parent.
 
     Reads ``root_node``, ``evictable_leaves`` and the sizes; of nodes ``children``, ``parent``,
-    ``key``, ``value``, ``host_value``, ``lock_ref``, ``hash_value``.
+    ``key``, ``value``, ``host_value``, ``lock_ref``, ``hash_value``, and where there are any
+    ``last_access_time``, ``creation_time``, ``hit_count``, ``priority``.
     """
 
     def fields(node: Any) -> dict[str, Any]:
@@ -132,6 +139,10 @@ def inspect_radix(tree: Any, child_key: Callable[[Any], Hashable]) -> TreeView:
             "host": getattr(node, "host_value", None),
             "lock_ref": node.lock_ref,
             "hashes": node.hash_value,
+            "access": getattr(node, "last_access_time", None),
+            "created": getattr(node, "creation_time", None),
+            "hits": getattr(node, "hit_count", None),
+            "priority": getattr(node, "priority", None),
         }
 
     root = tree.root_node

@@ -328,12 +328,16 @@ class Tracker:
         if self.stop:
             raise found
 
-    def _cells(self, pool: Any, plane: int, layer: int) -> Cells:
+    def adopt(self, pool: Any, cells: dict[tuple[int, int], Cells]) -> None:
+        """Know ``pool`` by the history of its cells, for as long as it lives."""
         key = id(pool)
-        entry = self._pools.get(key)
-        if entry is None:
-            forget = partial(self._pools.pop, key)  # called with the dead reference: pop's default
-            entry = self._pools[key] = (weakref.ref(pool, forget), {})
+        forget = partial(self._pools.pop, key)  # called with the dead reference: pop's default
+        self._pools[key] = (weakref.ref(pool, forget), cells)
+
+    def _cells(self, pool: Any, plane: int, layer: int) -> Cells:
+        if id(pool) not in self._pools:
+            self.adopt(pool, {})
+        entry = self._pools[id(pool)]
         cells = entry[1].get((plane, layer))
         if cells is None:
             where = f"{type(pool).__name__} plane {plane} layer {layer}"

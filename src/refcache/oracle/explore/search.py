@@ -1,0 +1,356 @@
+"""Breadth first over every step, from the empty cache: the first failing program is the shortest.
+
+A state is known by its fingerprint (:mod:`refcache.oracle.explore.fingerprint`) and kept as the
+program that leads to it. A :class:`Searcher` goes on from one state: it makes the state once, then
+every move from a copy of it (:mod:`refcache.oracle.explore.snapshot`), and sees that everything can
+be ended from there (``wind_down``). A :class:`Search` knows the states that were found and which of
+them are left; who goes on from them does not matter to it, so several processes can.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from refcache.oracle.explore.fingerprint import (
+    Names,
+    Vocabulary,
+    beyond,
+    fingerprint,
+    translated,
+)
+from refcache.oracle.explore.snapshot import CannotCopy, Frozen, freeze
+from refcache.oracle.program.driver import Call, Driver
+from refcache.oracle.rules.violation import Violation
+from refcache.oracle.target.base import Target
+
+Moves = Callable[[Any, Names, Vocabulary], Iterable[Call]]
+TWO = Vocabulary((0, 1), ("a", "b"))
+KEPT_BYTES = 64 << 20
+"""Of copies that one searcher keeps; a state without one is replayed."""
+REPLAYED = 251
+"""One move in so many is also made by a replay, and must lead to the same state."""
+COMPARED = 499
+"""One merge in so many is checked: both states go on with the same moves and must stay alike."""
+WALKS, WALK = 4, 3
+"""How: so many walks of so many steps."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is explored: a driver with a configuration, its moves, and the names that they use.
+
+    ``says``: the size, for people.
+    """
+
+    name: str
+    driver: type[Driver]
+    config: dict[str, Any]
+    moves: Moves
+    says: str
+    every: Vocabulary = TWO
+
+    def start(self, target: Target) -> Driver:
+        return self.driver(target, **self.config)
+
+
+class Child(NamedTuple):
+    """A state that one move leads to. ``ends``: it is not gone on from."""
+
+    call: Call
+    digest: bytes
+    ends: bool
+
+
+class Expansion(NamedTuple):
+    """Where the moves of one state lead.
+
+    Attributes:
+        programs: how many were run.
+        whole: the target shows all that decides.
+        copied: the moves were made from copies.
+        failing: the first program that breaks a rule; None when none does.
+        died: it ended the process that ran it.
+    """
+
+    children: list[Child]
+    programs: int
+    whole: bool
+    copied: bool
+    failing: list[Call] | None
+    died: bool = False
+
+
+class Searcher:
+    """Goes on from states. Deterministic: the same program, the same answer."""
+
+    def __init__(self, scope: Scope, target: Target) -> None:
+        self.scope, self.target = scope, target
+        self.copies = True
+        self._kept: OrderedDict[tuple[Call, ...], Frozen] = OrderedDict()
+        self._bytes = 0
+        self._known: set[bytes] = set()
+
+    def replay(self, program: Iterable[Call]) -> Driver:
+        """A driver after ``program``."""
+        driver = self.scope.start(self.target)
+        for name, args in program:
+            getattr(driver, name)(*args)
+        return driver
+
+    def expand(self, program: Sequence[Call]) -> Expansion:
+        """Make every move of the state that ``program`` leads to, then ``wind_down``.
+
+        Where copies turn out not to be faithful, they are given up and all is made by replays.
+        """
+        program = tuple(program)
+        if self.copies:
+            try:
+                return self._expand(program, self._copier(program))
+            except CannotCopy:
+                self.copies = False
+                self._kept.clear()
+        return self._expand(program, lambda: self.replay(program))
+
+    def _expand(self, program: tuple[Call, ...], again: Callable[[], Driver]) -> Expansion:
+        driver = again()
+        start = fingerprint(driver)
+        moves = [*self.scope.moves(driver, start.names, self.scope.every), ("wind_down", ())]
+        children: dict[bytes, Child] = {}
+        for number, call in enumerate(moves):
+            driver = again()
+            try:
+                _make(driver, call)
+            except Violation:
+                failing = [*program, call]
+                self._must_fail(failing)
+                return Expansion(
+                    list(children.values()), number + 1, start.whole, self.copies, failing
+                )
+            if call[0] == "wind_down":
+                break
+            found = fingerprint(driver)
+            if self.copies and (len(program) + number) % REPLAYED == 0:
+                replayed = fingerprint(self.replay([*program, call]))
+                if replayed.digest != found.digest:
+                    raise CannotCopy(f"a copy and a replay of {call} differ")
+            if found.digest != start.digest and found.digest not in children:
+                ends = beyond(driver)
+                children[found.digest] = Child(call, found.digest, ends)
+                if not ends:
+                    self._keep((*program, call), found.digest, driver)
+        return Expansion(list(children.values()), len(moves), start.whole, self.copies, None)
+
+    def _must_fail(self, program: list[Call]) -> None:
+        """What fails in a copy fails in a replay, or the copy is at fault."""
+        if not self.copies:
+            return
+        try:
+            self.replay(program)
+        except Violation:
+            return
+        raise CannotCopy(f"{program[-1]} fails in a copy and not in a replay")
+
+    def _copier(self, program: tuple[Call, ...]) -> Callable[[], Driver]:
+        frozen = self._kept.pop(program, None)
+        if frozen is None:
+            frozen = freeze(self.replay(program))
+        else:
+            self._bytes -= frozen.size
+        return frozen.thaw
+
+    def _keep(self, program: tuple[Call, ...], digest: bytes, driver: Driver) -> None:
+        if not self.copies or digest in self._known:
+            return
+        self._known.add(digest)
+        frozen = self._kept[program] = freeze(driver)
+        self._bytes += frozen.size
+        while self._bytes > KEPT_BYTES:
+            self._bytes -= self._kept.popitem(last=False)[1].size
+
+    def alike(self, program: Sequence[Call], other: Sequence[Call]) -> str:
+        """Go on from two states that were merged; says where they part, or nothing."""
+        for walk in range(WALKS):
+            one, two = self.replay(program), self.replay(other)
+            for number in range(WALK):
+                mine, theirs = fingerprint(one), fingerprint(two)
+                if mine.digest != theirs.digest:
+                    return f"{_text(program)} and {_text(other)} part at {two.log[-1]}"
+                moves = list(self.scope.moves(one, mine.names, self.scope.every))
+                if not moves:
+                    break
+                call = moves[(walk * len(moves) // WALKS + 7 * number) % len(moves)]
+                ends = []
+                for driver, made in (
+                    (one, call),
+                    (two, translated(two, call, mine.names, theirs.names, self.scope.every)),
+                ):
+                    try:
+                        _make(driver, made)
+                    except Violation as violation:
+                        ends.append(violation.id)
+                if ends:
+                    if len(ends) < 2:
+                        return f"after {_text(program)} and {_text(other)} only one fails {call}"
+                    break
+        return ""
+
+
+def _make(driver: Driver, call: Call) -> None:
+    getattr(driver, call[0])(*call[1])
+
+
+def _text(program: Iterable[Call]) -> str:
+    return "; ".join(f"{name}({', '.join(map(repr, args))})" for name, args in program) or "start"
+
+
+@dataclass
+class Search:
+    """The states that were found, in the order in which they were.
+
+    A state is ``(index of the state before, call, digest)``; those from ``next`` on are left. With
+    what ``record`` is given after each state, :meth:`enter` makes the same search again.
+
+    Attributes:
+        programs, merges: programs run; how many of them led to a state that was known.
+        ended: indices of states that are not gone on from.
+        failing: the first program that breaks a rule; ``died``: it ended its process.
+        parted: evidence that two merged states are not alike; "" as long as there is none.
+    """
+
+    scope: Scope
+    states: list[tuple[int, Call | None, bytes]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    next: int = 0
+    programs: int = 0
+    merges: int = 0
+    compared: int = 0
+    whole: bool = True
+    copied: bool = True
+    failing: list[Call] | None = None
+    died: bool = False
+    parted: str = ""
+    _index: dict[bytes, int] = field(default_factory=dict)
+
+    def begin(self, searcher: Searcher) -> None:
+        """The empty cache."""
+        if self.states:
+            return
+        try:
+            self._add(-1, None, fingerprint(searcher.replay(())).digest)
+        except Violation:
+            self.failing = []
+
+    def _add(self, before: int, call: Call | None, digest: bytes) -> int:
+        index = self._index[digest] = len(self.states)
+        self.states.append((before, call, digest))
+        self.depths.append(0 if before < 0 else self.depths[before] + 1)
+        return index
+
+    def program(self, index: int) -> list[Call]:
+        """The steps that lead to a state."""
+        calls: list[Call] = []
+        while index >= 0:
+            index, call, _ = self.states[index]
+            if call is not None:
+                calls.append(call)
+        return calls[::-1]
+
+    def enter(self, found: Expansion) -> list[tuple[list[Call], list[Call]]]:
+        """What going on from state ``next`` has found; the merged pairs that are to be checked."""
+        index, pairs = self.next, []
+        self.next += 1
+        self.programs += found.programs
+        self.whole &= found.whole
+        self.copied &= found.copied
+        self.failing, self.died = found.failing, found.died
+        for call, digest, ends in found.children:
+            known = self._index.get(digest)
+            if known is None:
+                new = self._add(index, call, digest)
+                if ends:
+                    self.ended.add(new)
+                continue
+            self.merges += 1
+            if self.merges % COMPARED == 1 and self.whole:
+                pairs.append((self.program(known), [*self.program(index), call]))
+        while self.next in self.ended:
+            self.next += 1
+        return pairs
+
+    @property
+    def left(self) -> int:
+        return len(self.states) - self.next - sum(index >= self.next for index in self.ended)
+
+    @property
+    def complete(self) -> bool:
+        """Every reachable state was gone on from, and the merges are trusted."""
+        return not self.left and self.whole and not self.parted and self.failing is None
+
+    @property
+    def depth(self) -> int:
+        """Every program of so many steps was run, up to names; all there are, when none is left."""
+        return self.depths[self.next] if self.left else max(self.depths, default=0) + 1
+
+    def __str__(self) -> str:
+        """What was done, in one line."""
+        size = f"{len(self.states):,} states, {self.programs:,} programs"
+        if self.complete:
+            bound = f", but {len(self.ended):,} are not gone on from" if self.ended else ""
+            return f"every reachable state of {self.scope.says}: {size}, complete{bound}"
+        if self.left:
+            how = f"every program of {self.depth} steps, {self.left:,} states left"
+        else:
+            how = "all"
+        why = ""
+        if self.parted:
+            why = f"; not complete: merged states differ: {self.parted}"
+        elif not self.whole:
+            why = "; never complete: the target does not show all that decides"
+        return f"{self.scope.says}: {size}, {how}{why}"
+
+
+class Limits(NamedTuple):
+    """When to stop: after so many programs, or all programs of so many steps. None: no bound."""
+
+    programs: int | None = None
+    depth: int | None = None
+
+
+NO_LIMITS = Limits()
+
+
+def goes_on(state: Search, limits: Limits) -> bool:
+    """Whether something is left to do."""
+    if not state.left or state.failing is not None:
+        return False
+    if limits.programs is not None and state.programs >= limits.programs:
+        return False
+    return limits.depth is None or state.depths[state.next] < limits.depth
+
+
+def expansions(searcher: Searcher, state: Search, limits: Limits) -> Iterator[Expansion]:
+    """What going on from each state finds; each is to be entered before the next is asked for."""
+    while goes_on(state, limits):
+        yield searcher.expand(state.program(state.next))
+
+
+def entered(
+    state: Search, searcher: Searcher, found: Iterable[Expansion]
+) -> Iterator[tuple[Search, Expansion]]:
+    """Enter what going on from each state finds, and check a sample of the merges."""
+    for expansion in found:
+        for one, other in state.enter(expansion):
+            state.compared += 1
+            state.parted = state.parted or searcher.alike(one, other)
+        yield state, expansion
+
+
+def explored(scope: Scope, target: Target, limits: Limits = NO_LIMITS) -> Search:
+    """Explore in this process, until nothing is left, a rule breaks, or a limit is reached."""
+    searcher, state = Searcher(scope, target), Search(scope)
+    state.begin(searcher)
+    for _ in entered(state, searcher, expansions(searcher, state, limits)):
+        pass
+    return state

@@ -1,0 +1,157 @@
+"""Explores a target's small programs over processes; what ``refcache explore`` calls.
+
+The search itself is in :mod:`refcache.oracle.explore`. Here states are handed to processes, and
+what these find is entered in the order in which the states were found: the result does not depend
+on how many processes there are. A process that dies is a crash of the program that it went on from.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+from refcache.errors import InvalidArgument
+from refcache.oracle import SENTENCES, Driver, Violation, resolve
+from refcache.oracle.explore.journal import Journal
+from refcache.oracle.explore.scopes import SCOPES
+from refcache.oracle.explore.search import (
+    NO_LIMITS,
+    Expansion,
+    Limits,
+    Search,
+    Searcher,
+    entered,
+    expansions,
+    goes_on,
+)
+from refcache.oracle.planted import find, plant
+from refcache.oracle.program.driver import Call
+from refcache.testing.processes import begin, starting
+from refcache.testing.run import Failure, explain
+
+
+class Task(NamedTuple):
+    """What is explored: a scope of a target, perhaps with a planted bug."""
+
+    scope: str
+    target: str
+    planted: str | None = None
+
+    def searcher(self) -> Searcher:
+        return Searcher(SCOPES[self.scope], resolve(self.target))
+
+    def planting(self) -> AbstractContextManager[object]:
+        return find(self.planted).active() if self.planted else nullcontext()
+
+
+def explore(
+    task: Task, *, limits: Limits = NO_LIMITS, workers: int = 1, journal: Path | None = None
+) -> Iterator[Search]:
+    """Explore one scope; yields the search when it has begun and after each state.
+
+    Args:
+        workers: processes; with 1 it is this one.
+        journal: a file; what it has is not explored again, and what is found is added.
+
+    Raises:
+        InvalidArgument: fewer than one worker; no such target; a file that is something else.
+        UnknownName: no such planted bug.
+    """
+    if workers < 1:
+        raise InvalidArgument(f"{workers=}: expected at least 1")
+    with task.planting(), ExitStack() as stack:
+        searcher, state = task.searcher(), Search(SCOPES[task.scope])
+        state.begin(searcher)
+        book = None
+        if journal is not None:
+            book = stack.enter_context(closing(Journal(journal, task.target, state)))
+            book.enter_all()
+        yield state
+        found = expansions(searcher, state, limits)
+        if workers > 1:
+            found = _in_processes(task, state, limits, workers)
+        for _, expansion in entered(state, searcher, found):
+            if book is not None:
+                book.add(expansion)
+            yield state
+
+
+def _in_processes(task: Task, state: Search, limits: Limits, workers: int) -> Iterator[Expansion]:
+    """The same, of several processes; states are handed out a little ahead."""
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(task,)
+    )
+    waiting: deque[tuple[list[Call], Future[Expansion]]] = deque()
+    ahead = state.next
+    try:
+        while goes_on(state, limits):
+            ahead = max(ahead, state.next)
+            while ahead < len(state.states) and len(waiting) < 4 * workers:
+                if ahead not in state.ended:
+                    program = state.program(ahead)
+                    with starting():
+                        waiting.append((program, pool.submit(_expand, program)))
+                ahead += 1
+            program, future = waiting.popleft()
+            try:
+                found = future.result()
+            except BrokenProcessPool:
+                found = _alone(task, program)
+                waiting.clear()
+                ahead = state.next + 1
+                pool.shutdown(cancel_futures=True)
+                pool = ProcessPoolExecutor(
+                    workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(task,)
+                )
+            yield found
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_SEARCHER: list[Searcher] = []
+
+
+def _begin(task: Task) -> None:
+    begin()
+    if task.planted is not None:
+        plant(task.planted)
+    _SEARCHER.append(task.searcher())
+
+
+def _expand(program: list[Call]) -> Expansion:
+    return _SEARCHER[0].expand(program)
+
+
+def _alone(task: Task, program: list[Call]) -> Expansion:
+    """Go on from one state in a process of its own; if that dies too, the program crashes."""
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=_begin, initargs=(task,)
+    ) as pool:
+        try:
+            with starting():
+                future = pool.submit(_expand, program)
+            return future.result()
+        except BrokenProcessPool:
+            return Expansion([], 0, True, False, program, died=True)
+
+
+def failure_of(task: Task, state: Search) -> Failure:
+    """The rule that the failing program breaks, explained as any suite's failure."""
+    program = state.failing or []
+    if state.died:
+        evidence = f"{task.target} ended the process that went on from {program}"
+        sentence = SENTENCES["crash"]
+        return Failure("crash", sentence, evidence, (), f"crash: {evidence}\n  rule: {sentence}")
+    driver: Driver | None = None
+    with task.planting():
+        try:
+            driver = SCOPES[task.scope].start(resolve(task.target))
+            for name, args in program:
+                getattr(driver, name)(*args)
+        except Violation as violation:
+            return explain(violation, driver)
+    raise AssertionError(f"{program} breaks no rule when it is run again")
