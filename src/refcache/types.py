@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 IO_BACKENDS = ("kernel", "direct", "auto")
 HIT_POLICIES = ("per_visit", "per_request", "chunks_count")
+SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
 Clock = Callable[[], float]
@@ -158,7 +159,7 @@ class ServerArgs:
             "hicache_write_policy": WRITE_POLICIES,
             "hicache_io_backend": IO_BACKENDS,
             "hicache_mem_layout": LAYOUTS,
-            "schedule_policy": ("fcfs", "lpm"),
+            "schedule_policy": SCHEDULE_POLICIES,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:

@@ -48,6 +48,7 @@ from refcache.tree.hiradix_cache import HiRadixCache
 from refcache.types import (
     EVICTION_POLICIES,
     HIT_POLICIES,
+    SCHEDULE_POLICIES,
     WRITE_POLICIES,
     CacheInitParams,
     InitLoadBackParams,
@@ -146,7 +147,7 @@ def workloads(draw: st.DrawFn, hierarchical: bool) -> Workload:
         max_prefill_tokens=draw(st.sampled_from([8, 64])),
         chunked_prefill_size=None if chunk is None else page_size * chunk,
         context_length=CONTEXT,
-        schedule_policy=draw(st.sampled_from(["fcfs", "lpm"])),
+        schedule_policy=draw(st.sampled_from(SCHEDULE_POLICIES)),
         schedule_conservativeness=draw(st.sampled_from([0.01, 1.0])),
         disable_overlap_schedule=draw(st.booleans()),
         radix_eviction_policy=draw(st.sampled_from(EVICTION_POLICIES)),

@@ -89,7 +89,7 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
             running.batch_is_full = False  # it may be so for lower priorities only
         if (running.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None
-        self.policy.calc_priority(self.waiting_queue)
+        self.policy.calc_priority(self.waiting_queue, running)
         adder = PrefillAdder(
             self.page_size,
             self.tree_cache,

@@ -1,4 +1,6 @@
-"""Who is prefilled next: the order of the waiting queue, and ``PrefillAdder`` with its budgets.
+"""Who is prefilled next: ``PrefillAdder`` with its budgets, and what orders the waiting queue.
+
+The order is :mod:`refcache.engine.queue_policy`; its classes are here, too, as in SGLang.
 
 Budgets, in tokens:
 
@@ -21,30 +23,15 @@ from typing import Any
 
 import torch
 
+from refcache.engine.queue_policy import CacheAgnosticPolicy as CacheAgnosticPolicy
+from refcache.engine.queue_policy import CacheAwarePolicy as CacheAwarePolicy
+from refcache.engine.queue_policy import SchedulePolicy as SchedulePolicy
 from refcache.engine.req import Req
 from refcache.errors import refuse_unmodelled
 from refcache.types import InitLoadBackParams, ServerArgs
 
 CLIP_MAX_NEW_TOKENS = 4096  # outputs of one request that a budget reserves at most
 NOT_OF_THE_ADDER = {"prefill_delayer_single_pass": None, "dllm_config": None}
-LPM_MAX_QUEUE = 128  # longer queues are served first come, first served
-
-
-class SchedulePolicy:
-    """Orders the waiting queue: ``fcfs`` leaves it, ``lpm`` puts long cached prefixes first."""
-
-    def __init__(self, policy: str, tree_cache: Any) -> None:
-        self.policy = policy
-        self.tree_cache = tree_cache
-
-    def calc_priority(self, waiting_queue: list[Req]) -> None:
-        """Sort in place; ``lpm`` looks every prefix up, which refreshes its access time."""
-        if self.policy == "lpm" and len(waiting_queue) <= LPM_MAX_QUEUE:
-            for req in waiting_queue:
-                req.init_next_round_input(self.tree_cache)
-            waiting_queue.sort(
-                key=lambda r: len(r.prefix_indices) + r.host_hit_length, reverse=True
-            )
 
 
 class AddReqResult(Enum):

@@ -177,7 +177,13 @@ class Scheduler(SchedulerBatchingMixin):
         self._retraction_requested = False
 
     def init_schedule_policy(self) -> None:
-        self.policy = SchedulePolicy(self.server_args.schedule_policy, self.tree_cache)
+        self.policy = SchedulePolicy(
+            self.server_args.schedule_policy,
+            self.tree_cache,
+            self.enable_hierarchical_cache,
+            self.server_args.enable_priority_scheduling,
+            self.server_args.schedule_low_priority_values_first,
+        )
         self.init_new_token_ratio = min(0.7 * self.server_args.schedule_conservativeness, 1.0)
         self.min_new_token_ratio = min(self.init_new_token_ratio * 0.14, 1.0)
         self.new_token_ratio_decay = (self.init_new_token_ratio - self.min_new_token_ratio) / 600
