@@ -20,6 +20,7 @@ from refcache.engine.model_runner import MemoryPoolConfig, ModelRunner, make_mod
 from refcache.engine.models.model import TagModel
 from refcache.engine.scheduler import make_tree
 from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased, NotIdle, UnknownName
+from refcache.events import AllBlocksCleared
 from refcache.keys import RadixKey
 from refcache.pool import MHATokenToKVPool, ReqToTokenPool, host_pool_for
 from refcache.runtime import RaceFound, SimulatedRuntime, Tracker, eager, lazy
@@ -154,12 +155,12 @@ def serve(scheduler, rid):
 
 @pytest.mark.parametrize("two_tiers", [False, True])
 def test_released_memory_is_forgotten_on_every_tier(two_tiers):
-    scheduler = Scheduler(
-        args(enable_memory_saver=True, enable_hierarchical_cache=two_tiers), MODEL
-    )
+    tiers = {"enable_hierarchical_cache": two_tiers, "enable_kv_cache_events": True}
+    scheduler = Scheduler(args(enable_memory_saver=True, **tiers), MODEL)
     serve(scheduler, "a")
     assert serve(scheduler, "b").cached_tokens == 8
     scheduler.release_memory_occupation()
+    assert scheduler.tree_cache.take_events()[-1] == AllBlocksCleared()
     pool = scheduler.model_runner.token_to_kv_pool
     for refused in (
         lambda: pool.get_key_buffer(0),
@@ -169,6 +170,7 @@ def test_released_memory_is_forgotten_on_every_tier(two_tiers):
     ):
         with pytest.raises(MemoryReleased, match="expected resume first"):
             refused()
+    assert scheduler.tree_cache.take_events() == []
     scheduler.resume_memory_occupation()
     assert serve(scheduler, "d").cached_tokens == 0
     assert scheduler.token_to_kv_pool_allocator.available_size() < 64

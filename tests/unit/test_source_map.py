@@ -146,6 +146,18 @@ def test_a_path_that_is_not_there_is_noticed(run):
         resolve("refcache.tree.RadixTrie", run.instances)
 
 
+def test_names_that_are_not_there_are_not_there(run):
+    for item in document.items():
+        gone = [name for name, path in item.get("names", []) if not path]
+        missing = item.get("missing", [])
+        assert len(missing) >= len(gone), item["says"]
+        for path in missing:
+            owner = resolve(path.rpartition(".")[0], {})
+            assert inspect.ismodule(owner) or owner in run.instances, path  # else nothing is asked
+            with pytest.raises(AttributeError):
+                resolve(path, run.instances)
+
+
 @pytest.mark.parametrize("package", document_run.PACKAGES)
 def test_the_run_calls_every_function_of_the_map(package, run):
     never = {one for one, _ in UNUSED} | set(REFUSED)
