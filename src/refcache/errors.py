@@ -66,6 +66,10 @@ class ForeignNode(RefcacheError, ValueError):
     """A node that does not belong to this tree (another tree's, or removed from it)."""
 
 
+class StaleMatch(ForeignNode):
+    """A match that is used after what it found has changed; match again."""
+
+
 class NotProtected(RefcacheError, RuntimeError):
     """``release_host`` without a matching ``protect_host``."""
 
@@ -79,7 +83,16 @@ class LoadSlotBusy(RefcacheError, RuntimeError):
 
 
 class CopyFailed(RefcacheError, RuntimeError):
-    """A copy between the tiers was not made; ``__cause__`` says why."""
+    """A copy between the tiers was not made, and nothing of it stays; ``__cause__`` says why.
+
+    Attributes:
+        moved: for a load that was given up, each of its nodes (handles) that was locked, and the
+            node on the device that is locked in its place.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.moved: dict[Any, Any] = {}
 
 
 class NeverDone(RefcacheError, RuntimeError):

@@ -237,6 +237,7 @@ class InsertParams:
         mamba_value: must be None; ``prev_prefix_len``, ``swa_evicted_seqlen``: of no meaning to a
             tree without a sliding window, as in SGLang.
         chunked: made by a prefill that goes on.
+        priority: None is 0, as in SGLang.
         counted_len: tokens of the key that a hit of the same request has counted already (read
             under the ``per_request`` hit policy).
     """
@@ -247,7 +248,7 @@ class InsertParams:
     prev_prefix_len: int = 0
     swa_evicted_seqlen: int = 0
     chunked: bool = False
-    priority: int = 0
+    priority: int | None = 0
     counted_len: int = 0
 
 
@@ -320,6 +321,8 @@ class CacheReq(Protocol):
     ``ReqToTokenPool`` holds their slots. ``prefix_indices``: slots of tokens that need no
     computing. ``cache_protected_len``: tokens of the row that the tree owns. ``last_node``: the
     handle this request has locked. ``cache_counted_len``: tokens whose hit it has counted.
+    ``kv_committed_len``: what ``pop_committed_kv_cache`` will say; ``kv_committed_freed``: it has
+    been asked (a request without these two is asked before anything else is done).
     """
 
     req_pool_idx: int | None
@@ -332,6 +335,8 @@ class CacheReq(Protocol):
     last_node: Any
     priority: int | None
     cache_counted_len: int
+    kv_committed_len: int
+    kv_committed_freed: bool
 
     def pop_committed_kv_cache(self) -> int:
         """The number of tokens with KV; may be asked once."""

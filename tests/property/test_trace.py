@@ -219,7 +219,7 @@ def test_a_crash_on_a_legal_call_is_a_violation(tmp_path: Path) -> None:
     driver = TreeDriver(resolve("refcache"), page_size=2, size=24)
     with refcache.record(driver.tree, tmp_path / "t.jsonl"):
         driver.admit((1, 2, 3, 4, 5))
-        driver.tree._insert_row = None  # the cache breaks
+        driver.tree._plan_row = None  # the cache breaks
         with pytest.raises(AssertionError):
             driver.finish(0)
     verdict = judge_trace(tmp_path / "t.jsonl")

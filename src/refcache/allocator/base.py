@@ -6,6 +6,7 @@ which is what makes a double free an error instead of two owners of one page. Pa
 page for padded tokens: never handed out, never freed. With page size 1 a page is a slot.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +65,12 @@ class BaseTokenToKVPoolAllocator:
 
     def clear(self) -> None:
         """Make every page free, in ascending order, and close any free group."""
-        self.free_pages = torch.arange(1, self.num_pages + 1, device=self.device)
-        self.release_pages = self.free_pages[:0]
+        free_pages = torch.arange(1, self.num_pages + 1, device=self.device)
+        release_pages = free_pages[:0]
+        held = torch.zeros(self.num_pages + 1, dtype=torch.bool, device=self.device)
+        self.free_pages, self.release_pages, self._held = free_pages, release_pages, held
         self.is_not_in_free_group = True
         self.free_group: list[torch.Tensor] = []
-        self._held = torch.zeros(self.num_pages + 1, dtype=torch.bool, device=self.device)
 
     def get_kvcache(self) -> Any:
         """The device pool, or None."""
@@ -95,8 +97,8 @@ class BaseTokenToKVPoolAllocator:
             raise InvalidArgument(
                 f"alloc({need_size}): expected a multiple of page_size={self.page_size}, 0 or more"
             )
-        pages = self._take(need_size // self.page_size)
-        return None if pages is None else self._slots(pages)
+        count = need_size // self.page_size
+        return self._take(count, lambda free: self._slots(free[:count]))
 
     def free(self, free_index: torch.Tensor) -> None:
         """Give slots back: every page that has one of them becomes free (or queued).
@@ -128,11 +130,12 @@ class BaseTokenToKVPoolAllocator:
         if not held.all():
             twice = pages[~held].tolist()
             raise DoubleFree(f"free of page {twice[0]}: it is free already, or queued to be freed")
+        lists = self._given_back(pages) if self.is_not_in_free_group else None
         self._held[pages] = False
-        if self.is_not_in_free_group:
-            self._give_back(pages)
-        else:
+        if lists is None:
             self.free_group.append(pages)
+        else:
+            self.free_pages, self.release_pages = lists
 
     def free_group_begin(self) -> None:
         """Queue the frees that follow until ``free_group_end``. Groups do not nest.
@@ -152,10 +155,11 @@ class BaseTokenToKVPoolAllocator:
         """
         if self.is_not_in_free_group:
             raise InvalidArgument("free_group_end: no free group is open")
-        self.is_not_in_free_group = True
         if self.free_group:
-            self._give_back(self._order(torch.cat(self.free_group)))
-            self.free_group = []
+            pages = self._order(torch.cat(self.free_group))
+            self.free_pages, self.release_pages = self._given_back(pages)
+        self.is_not_in_free_group = True
+        self.free_group = []
 
     def backup_state(self) -> AllocatorState:
         """The lists as they are now, for ``restore_state``."""
@@ -169,27 +173,42 @@ class BaseTokenToKVPoolAllocator:
         """
         if not self.is_not_in_free_group:
             raise InvalidArgument("restore_state: a free group is open")
-        self.free_pages, self.release_pages = state
-        self._held[1:] = True
-        self._held[self.free_pages] = False
-        self._held[self.release_pages] = False
+        free_pages, release_pages = state
+        held = torch.ones_like(self._held)
+        held[0] = False
+        held[free_pages] = False
+        held[release_pages] = False
+        self.free_pages, self.release_pages, self._held = free_pages, release_pages, held
 
     def merge_and_sort_free(self) -> None:
         """Move the release list into the free list and sort that."""
-        if len(self.release_pages):
-            self.free_pages = torch.cat([self.free_pages, self.release_pages]).sort().values
-            self.release_pages = self.release_pages[:0]
+        self.free_pages, self.release_pages = self._merged()
 
-    def _take(self, num_pages: int) -> torch.Tensor | None:
-        """Take pages off the front of the free list; None when there are too few."""
-        if self.need_sort and num_pages > self.free_pages.numel():
-            self.merge_and_sort_free()
-        if num_pages > self.free_pages.numel():
-            return None
-        pages = self.free_pages[:num_pages]
-        self.free_pages = self.free_pages[num_pages:]
-        self._held[pages] = True
-        return pages
+    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both lists as ``merge_and_sort_free`` leaves them."""
+        if len(self.release_pages) == 0:
+            return self.free_pages, self.release_pages
+        merged = torch.cat([self.free_pages, self.release_pages]).sort().values
+        return merged, self.release_pages[:0]
+
+    def _take(
+        self, num_pages: int, slots: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Take pages off the front of the free list; None when there are too few.
+
+        Returns ``slots(free list)``, which is computed before the pages are taken. What was freed
+        while ``need_sort`` was on counts, also if it is off by now.
+        """
+        free, release = self.free_pages, self.release_pages
+        if num_pages > len(free):
+            free, release = self._merged()
+        enough = num_pages <= len(free)
+        out = slots(free) if enough else None
+        if enough:
+            pages, free = free[:num_pages], free[num_pages:]
+            self._held[pages] = True
+        self.free_pages, self.release_pages = free, release
+        return out
 
     def _slots(self, pages: torch.Tensor) -> torch.Tensor:
         within = torch.arange(self.page_size, device=pages.device)
@@ -203,6 +222,6 @@ class BaseTokenToKVPoolAllocator:
         """The order in which the pages of a whole free group are freed."""
         raise NotImplementedError
 
-    def _give_back(self, pages: torch.Tensor) -> None:
-        """Put freed pages on the free list, or on the release list with ``need_sort``."""
+    def _given_back(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both lists with freed pages on the free list, or the release list with ``need_sort``."""
         raise NotImplementedError

@@ -85,7 +85,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if growth != extend_num_tokens:
             raise InvalidArgument(f"{extend_num_tokens=}: the lengths grow by {growth} in all")
         self._check_last_loc(last_loc, prefix_lens_cpu)
-        return self._grow(
+        return self._take(
             new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size),
             lambda free: self.ops.alloc_extend(
                 prefix_lens, seq_lens, last_loc, free, self.page_size, extend_num_tokens
@@ -102,19 +102,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         before = seq_lens_cpu - 1
         self._check_last_loc(last_loc, before)
         opens = int((before % self.page_size == 0).count_nonzero())
-        return self._grow(
+        return self._take(
             opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
         )
-
-    def _grow(self, num_pages: int, slots: Any) -> torch.Tensor | None:
-        """Take ``num_pages`` and compute ``slots(the free list they head)``."""
-        if self.need_sort and num_pages > self.free_pages.numel():
-            self.merge_and_sort_free()
-        free = self.free_pages
-        if self._take(num_pages) is None:
-            return None
-        out: torch.Tensor = slots(free)
-        return out
 
     def _check_batch(self, *tensors: torch.Tensor) -> None:
         shape = tensors[0].shape
@@ -150,8 +140,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def _order(self, pages: torch.Tensor) -> torch.Tensor:
         return pages.sort().values
 
-    def _give_back(self, pages: torch.Tensor) -> None:
+    def _given_back(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.need_sort:
-            self.release_pages = torch.cat([pages, self.release_pages])
-        else:
-            self.free_pages = torch.cat([pages, self.free_pages])
+            return self.free_pages, torch.cat([pages, self.release_pages])
+        return torch.cat([pages, self.free_pages]), self.release_pages

@@ -35,8 +35,7 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def _order(self, pages: torch.Tensor) -> torch.Tensor:
         return pages
 
-    def _give_back(self, pages: torch.Tensor) -> None:
+    def _given_back(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.need_sort:
-            self.release_pages = torch.cat([self.release_pages, pages])
-        else:
-            self.free_pages = torch.cat([self.free_pages, pages])
+            return self.free_pages, torch.cat([self.release_pages, pages])
+        return torch.cat([self.free_pages, pages]), self.release_pages

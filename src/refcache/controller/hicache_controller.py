@@ -26,6 +26,8 @@ pipeline stages, metrics.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ import torch
 from refcache.controller.copy_thread import CopyThread
 from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
-from refcache.errors import CopyFailed, InvalidArgument, UnknownName, WrongTier
+from refcache.errors import CopyFailed, InvalidArgument, RefcacheError, UnknownName, WrongTier
 from refcache.pool import HostKVCache
 from refcache.pool.transfer_rule import TransferPlan
 from refcache.runtime import Flags, Runtime
@@ -169,23 +171,42 @@ class HiCacheController:
             device_indices: integer ``[n]``, whole pages.
 
         Returns:
-            int64 ``[n]`` host slots, or None (and nothing changed) when too few are free.
+            int64 ``[n]`` host slots, the caller's own tensor; or None (and nothing changed) when
+            too few are free.
 
         Raises:
             InvalidArgument: not whole pages.
+            CopyFailed: the copy could not be started; its host slots are free again.
         """
         host_indices = self.mem_pool_host.alloc(len(device_indices))
         if host_indices is None:
             return None
-        self.write_queue.append(CacheOperation(host_indices, device_indices, node_id, priority))
-        self.start_writing()
-        return host_indices
+        with ExitStack() as undo:
+            undo.callback(self.mem_pool_host.free, host_indices)
+            slots = host_indices.clone()
+            op = CacheOperation(host_indices, device_indices, node_id, priority)
+            self.write_queue.append(op)
+            undo.callback(self.write_queue.remove, op)
+            self.start_writing()
+            undo.pop_all()
+        return slots
 
     def start_writing(self) -> None:
-        """Start everything in ``write_queue`` as one copy; nothing when it is empty."""
+        """Start everything in ``write_queue`` as one copy; nothing when it is empty.
+
+        Raises:
+            CopyFailed: the copy could not be started; the queue is as it was, and nothing runs.
+        """
         if not self.write_queue:
             return
-        op = CacheOperation.merge_ops(self.write_queue)
+        with self._started("write", self.write_stream):
+            op = CacheOperation.merge_ops(self.write_queue)
+            start_event, finish_event = self._start_writing(op)
+        self.write_queue.clear()
+        self.ack_write_queue.append(HiCacheAck(start_event, finish_event, op.node_ids))
+
+    def _start_writing(self, op: CacheOperation) -> tuple[Any, Any]:
+        """The events before and behind the copy."""
         plan = self._plan(op, to_host=True)
         start_event = self.runtime.Event()
         if plan.io_backend == "direct":
@@ -206,8 +227,7 @@ class HiCacheController:
                 )  # fmt: skip
                 finish_event.record()
                 self._keep(self.write_stream, host_indices, device_indices)
-        self.write_queue.clear()
-        self.ack_write_queue.append(HiCacheAck(start_event, finish_event, op.node_ids))
+        return start_event, finish_event
 
     # ---- host to device ------------------------------------------------------------------------
 
@@ -233,9 +253,9 @@ class HiCacheController:
         device_indices: torch.Tensor | None = self.mem_pool_device_allocator.alloc(
             len(host_indices)
         )
-        if device_indices is None:
-            return None
-        self.load_queue.append(CacheOperation(host_indices, device_indices, node_id, priority))
+        if device_indices is not None:
+            op = CacheOperation(host_indices, device_indices, node_id, priority)
+            self.load_queue.append(op)
         return device_indices
 
     def start_loading(self) -> int:
@@ -246,14 +266,29 @@ class HiCacheController:
         Returns:
             The load's slot in ``layer_done_counter``, for the batch that reads it; -1 when nothing
             was queued.
+
+        Raises:
+            CopyFailed: the load could not be started; the queue is as it was, and nothing runs.
+                Start it again, or :meth:`cancel_loading`.
         """
         if not self.load_queue:
             return -1
-        self._wait_for_load_slot()
-        producer_id = self.layer_done_counter.update_producer()
-        op = CacheOperation.merge_ops(self.load_queue)
+        counter = self.layer_done_counter
+        with ExitStack() as undo, self._started("load", self.load_stream):
+            self._wait_for_load_slot()
+            undo.callback(setattr, counter, "producer_index", counter.producer_index)
+            producer_id = counter.update_producer()
+            op = CacheOperation.merge_ops(self.load_queue)
+            load = counter.events[producer_id]
+            finish_event = self._start_loading(op, load)
+            undo.pop_all()
+        self.load_queue.clear()
+        self.ack_load_queue.append(HiCacheAck(load.start_event, finish_event, op.node_ids))
+        return producer_id
+
+    def _start_loading(self, op: CacheOperation, load: LayerLoadingEvent) -> Any:
+        """The event behind the copy."""
         plan = self._plan(op, to_host=False)
-        load = self.layer_done_counter.events[producer_id]
         if plan.io_backend == "direct":
             load.start_event.record()
             finish_event = self._loader.start(
@@ -271,9 +306,13 @@ class HiCacheController:
                 self._copy_layers(load, host_indices, device_indices, plan)
                 finish_event.record()  # of this load's own: the next one records the slot's again
                 self._keep(self.load_stream, host_indices, device_indices)
-        self.load_queue.clear()
-        self.ack_load_queue.append(HiCacheAck(load.start_event, finish_event, op.node_ids))
-        return producer_id
+        return finish_event
+
+    def cancel_loading(self, keep: int = 0) -> None:
+        """Forget all but the first ``keep`` of ``load_queue``; free their device slots."""
+        while len(self.load_queue) > keep:
+            self.evict_device(self.load_queue[-1].device_indices)
+            self.load_queue.pop()
 
     # ---- both ----------------------------------------------------------------------------------
 
@@ -319,14 +358,22 @@ class HiCacheController:
 
         If the copy engine has failed, kernels copy from now on (where they can).
         """
+        self.wait_for_copies()
+        self.forget()
+
+    def wait_for_copies(self) -> None:
+        """The host waits for everything that was started."""
         self._writer.drain()
         self._loader.drain()
+        self.write_stream.synchronize()
+        self.load_stream.synchronize()
+
+    def forget(self) -> None:
+        """Drop all queues and acknowledgements. Nothing may be running."""
         if self.failure is not None:
             self._writer.failure = self._loader.failure = None
             if self.mem_pool_host.pin_memory:
                 self.io_backend = "kernel"
-        self.write_stream.synchronize()
-        self.load_stream.synchronize()
         for queue in (self.write_queue, self.load_queue):
             queue.clear()
         for acks in (self.ack_write_queue, self.ack_load_queue):
@@ -347,6 +394,20 @@ class HiCacheController:
 
     def detach_storage_backend(self) -> None:
         """Nothing is ever attached: does nothing."""
+
+    @contextmanager
+    def _started(self, what: str, stream: Any) -> Iterator[None]:
+        """In the block a copy is put on ``stream``; what keeps it from that is ``CopyFailed``.
+
+        It is raised when nothing of the copy runs any more. A named error is raised as it is.
+        """
+        try:
+            yield
+        except Exception as error:
+            stream.synchronize()
+            if isinstance(error, RefcacheError):
+                raise
+            raise CopyFailed(f"{what} between the tiers: {error!r}; nothing was copied") from error
 
     def _copy_layers(
         self,

@@ -27,9 +27,9 @@ class HostSlots:
 
     def clear(self) -> None:
         """Make every slot free, in ascending order."""
+        free_slots, held = torch.arange(self.size), torch.zeros(self.size, dtype=torch.bool)
         with self.lock:
-            self.free_slots = torch.arange(self.size)
-            self._held = torch.zeros(self.size, dtype=torch.bool)
+            self.free_slots, self._held = free_slots, held
 
     def available_size(self) -> int:
         """Free slots."""
@@ -51,9 +51,9 @@ class HostSlots:
         with self.lock:
             if need_size > len(self.free_slots):
                 return None
-            taken = self.free_slots[:need_size].clone()
-            self.free_slots = self.free_slots[need_size:]
+            taken, rest = self.free_slots[:need_size].clone(), self.free_slots[need_size:]
             self._held[taken] = True
+            self.free_slots = rest
             return taken
 
     def check_held(self, indices: torch.Tensor) -> None:
@@ -98,6 +98,7 @@ class HostSlots:
             if len(free) or len(set(first.tolist())) != len(first):
                 twice = free if len(free) else slots
                 raise DoubleFree(f"free of host slot {int(twice[0])}: it is free, or named twice")
+            free_slots = torch.cat([self.free_slots, slots])
             self._held[slots] = False
-            self.free_slots = torch.cat([self.free_slots, slots])
+            self.free_slots = free_slots
         return len(slots)

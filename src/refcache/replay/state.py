@@ -90,9 +90,10 @@ class StateCheck:
         """The nodes that copies in flight have locked."""
         if not isinstance(self.tree, HiRadixCache):
             return []
-        copies = list(self.tree.ongoing_load_back.values())
-        if self.tree.write_policy != "write_back":
-            copies += self.tree.ongoing_write_through.values()
+        copies = [
+            *self.tree.ongoing_load_back.values(),
+            *self.tree.ongoing_write_through.values(),
+        ]
         return [nodes[-1] for nodes in copies]
 
     def state(self) -> State:

@@ -4,6 +4,8 @@ Hashes are computed only when events are on, and kept in the node, so a split cu
 never recomputes it (invariant N1).
 """
 
+from collections.abc import Iterable
+
 from refcache.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -41,6 +43,12 @@ class EventLog:
         self.page_size = page_size
         self.enabled = enabled
         self.queue: list[KVCacheEvent] = []
+
+    def prepare(self, nodes: Iterable[TreeNode]) -> None:
+        """Hash the pages of nodes whose events are to come, so that nothing is left to fail."""
+        if self.enabled:
+            for node in nodes:
+                node_hashes(node, self.page_size)
 
     def stored(self, node: TreeNode, medium: str = MEDIUM_GPU) -> None:
         """The node's pages became resident on ``medium``."""

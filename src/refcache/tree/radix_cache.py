@@ -14,12 +14,14 @@ to the tree or back to the allocator, exactly once.
 """
 
 import heapq
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from refcache.errors import LockUnderflow
 from refcache.keys import RadixKey
+from refcache.tree.insert_plan import InsertPlan
 from refcache.tree.node import TreeNode
 from refcache.tree.radix_tree import RadixTree
 from refcache.tree.strategies import eviction_strategy
@@ -33,8 +35,6 @@ from refcache.types import (
     IncLockRefResult,
     InitLoadBackParams,
     InsertParams,
-    InsertResult,
-    MatchPrefixParams,
 )
 
 
@@ -89,7 +89,8 @@ class RadixCache(RadixTree):
     def evict(self, params: EvictParams) -> EvictResult:
         """Free whole unlocked leaves until ``num_tokens`` are free, or no leaf is left.
 
-        Returns how many tokens the allocator got.
+        Returns how many tokens the allocator got. A call that raises has evicted whole leaves, or
+        nothing.
         """
         heap = [self._heap_entry(node) for node in self.evictable_leaves]
         heapq.heapify(heap)
@@ -104,6 +105,7 @@ class RadixCache(RadixTree):
 
     def _evict_leaf(self, node: TreeNode) -> int:
         """Free a leaf's device slots and drop it; returns how many."""
+        self.events.prepare([node])
         self.token_to_kv_pool_allocator.free(node.value)
         self.events.removed(node)
         self.evictable_size_ -= len(node.key)
@@ -139,9 +141,7 @@ class RadixCache(RadixTree):
         """
         if self.disable:
             return DecLockRefResult()
-        path = self._path(node)
-        if any(step.lock_ref < 1 for step in path):
-            raise LockUnderflow(f"dec_lock_ref of {node}: it is not locked")
+        path = self._locked_path(node)
         delta = 0
         for step in path:
             if step.lock_ref == 1:
@@ -151,6 +151,12 @@ class RadixCache(RadixTree):
             step.lock_ref -= 1
             self._update_leaf_status(step)
         return DecLockRefResult(delta)
+
+    def _locked_path(self, node: TreeNode) -> list[TreeNode]:
+        path = self._path(node)
+        if any(step.lock_ref < 1 for step in path):
+            raise LockUnderflow(f"dec_lock_ref of {node}: it is not locked")
+        return path
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -166,19 +172,23 @@ class RadixCache(RadixTree):
             req.prefix_indices = slots
             return
         key = self._cache_key(req, len(req.fill_ids))
-        inserted = self._insert_row(req, key, slots, chunked)
-        self._free(slots[req.cache_protected_len : inserted.prefix_len])
-        match = self.match_prefix(MatchPrefixParams(key))
-        kept = len(match.device_indices)
-        self.req_to_token_pool.write(
-            (req.req_pool_idx, slice(req.cache_protected_len, kept)),
-            match.device_indices[req.cache_protected_len :],
-        )
-        self.inc_lock_ref(match.last_device_node)
+        plan = self._plan_row(req, key, slots, chunked)
+        kept, start = len(key), req.cache_protected_len
+        prefix_indices = torch.cat([*plan.slots(), slots[kept:]])
+        cells = (req.req_pool_idx, slice(start, kept))
+        self._locked_path(req.last_node)
+        with ExitStack() as undo:
+            self.req_to_token_pool.write(cells, prefix_indices[start:kept])
+            undo.callback(self.req_to_token_pool.write, cells, slots[start:kept])
+            self._free(slots[start : plan.resident])
+            undo.pop_all()
+        self._insert_helper(plan)
+        last_node = plan.leaf or (plan.path[-1] if plan.path else self.root_node)
+        self.inc_lock_ref(last_node)
         self.dec_lock_ref(req.last_node)
-        req.last_node = match.last_device_node
+        req.last_node = last_node
         req.cache_protected_len = kept
-        req.prefix_indices = torch.cat([match.device_indices, slots[kept:]])
+        req.prefix_indices = prefix_indices
         if not chunked:
             req.cache_counted_len = kept
 
@@ -189,17 +199,27 @@ class RadixCache(RadixTree):
         freed, except what the tree owned before. Releases the request's lock. The row itself, and
         slots allocated beyond the committed KV, are the caller's to free.
         """
-        committed = req.pop_committed_kv_cache()
+        asked = getattr(req, "kv_committed_freed", True)  # who cannot tell is asked first
+        committed = req.pop_committed_kv_cache() if asked else req.kv_committed_len
         slots = self._row(req, committed)
         if self.disable:
             self._free(slots)
+            if not asked:
+                req.pop_committed_kv_cache()
             return
         key = self._cache_key(req, committed)
+        plan = None
         given_up = len(key)
         if is_insert and not self.disable_finished_insert:
-            given_up = self._insert_row(req, key, slots, chunked=False).prefix_len
+            plan = self._plan_row(req, key, slots, chunked=False)
+            given_up = plan.resident
+        self._locked_path(req.last_node)
         self._free(slots[req.cache_protected_len : given_up])
         self._free(slots[len(key) :])  # apart, as in SGLang: the tail's page is used next
+        if not asked:
+            req.pop_committed_kv_cache()
+        if plan is not None:
+            self._insert_helper(plan)
         self.dec_lock_ref(req.last_node)
 
     def _row(self, req: CacheReq, length: int) -> torch.Tensor:
@@ -210,10 +230,10 @@ class RadixCache(RadixTree):
         tokens = (req.origin_input_ids + req.output_ids)[:length]
         return RadixKey(tokens, req.extra_key, self.is_eagle).page_aligned(self.page_size)
 
-    def _insert_row(
+    def _plan_row(
         self, req: CacheReq, key: RadixKey, slots: torch.Tensor, chunked: bool
-    ) -> InsertResult:
-        return self.insert(
+    ) -> InsertPlan:
+        return self._plan_insert(
             InsertParams(
                 key=key,
                 value=slots[: len(key)],

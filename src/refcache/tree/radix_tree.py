@@ -9,6 +9,7 @@ import torch
 from refcache.errors import ForeignNode, InvalidArgument, UnknownName
 from refcache.events import KVCacheEvent
 from refcache.keys import RadixKey
+from refcache.tree.insert_plan import Halves, InsertPlan
 from refcache.tree.kv_events import EventLog
 from refcache.tree.node import TreeNode
 from refcache.types import (
@@ -59,11 +60,19 @@ class RadixTree:
 
     def reset(self) -> None:
         """Forget everything. The allocator is the caller's to clear."""
-        self._next_id = 0
-        self.root_node = self._new_node(RadixKey([]))
-        self.root_node.value = torch.empty(0, dtype=torch.int64)
-        self.root_node.hash_value = []
-        self.root_node.lock_ref = 1
+        self._plant(self._new_root())
+
+    def _new_root(self) -> TreeNode:
+        root = TreeNode(0, now=self.clock(), key=RadixKey([]))
+        root.value = torch.empty(0, dtype=torch.int64)
+        root.hash_value = []
+        root.lock_ref = 1
+        return root
+
+    def _plant(self, root: TreeNode) -> None:
+        """An empty tree from this root."""
+        self.root_node = root
+        self._next_id = 1
         self.evictable_size_ = 0
         self.protected_size_ = 0
         self.evictable_leaves: set[TreeNode] = set()
@@ -120,10 +129,10 @@ class RadixTree:
         """Tokens on the device, counted in the tree."""
         return sum(len(node.key) for node in self.nodes() if not node.evicted)
 
-    def nodes(self) -> list[TreeNode]:
-        """Every node but the root, parents before children."""
+    def nodes(self, below: TreeNode | None = None) -> list[TreeNode]:
+        """Every node below that one (the root by default), parents before children."""
         found: list[TreeNode] = []
-        stack = list(self.root_node.children.values())
+        stack = list((below or self.root_node).children.values())
         while stack:
             node = stack.pop()
             found.append(node)
@@ -165,9 +174,7 @@ class RadixTree:
         key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return MatchResult(self._no_slots(), self.root_node, self.root_node)
-        values, node = self._match_prefix_helper(self.root_node, key)
-        slots = torch.cat(values) if values else self._no_slots()
-        return self._match_result(slots, node)
+        return self._match_result(*self._match_prefix_helper(self.root_node, key))
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Cache ``params.key``; adopt the slots of the part that was not cached yet.
@@ -175,6 +182,7 @@ class RadixTree:
         The slots ``value[:prefix_len]`` were in the tree already (as others): they stay the
         caller's. The tree copies what it adopts. Without a value, which is for trying things out,
         the slots are the numbers of the tokens, and the whole pages of the key are cached.
+        ``priority`` None is 0.
 
         Raises:
             InvalidArgument: a key not in whole pages, a value of another length, or a recurrent
@@ -184,16 +192,8 @@ class RadixTree:
             raise InvalidArgument("insert of a mamba_value: expected None, it would be lost")
         if self.disable:
             return InsertResult(prefix_len=0)
-        key, value = self.maybe_bigram_convert(params.key, params.value)
-        if value is None:
-            key = key.page_aligned(self.page_size)
-            value = torch.tensor(list(key.raw_token_ids()), dtype=torch.int64)[: len(key)]
-        if len(key) % self.page_size or len(value) != len(key):
-            raise InvalidArgument(
-                f"insert of {len(key)} tokens with {len(value)} slots: expected as many, "
-                f"in whole pages of {self.page_size}"
-            )
-        return InsertResult(self._insert_helper(self.root_node, key, value, params))
+        plan = self._plan_insert(params)
+        return InsertResult(self._insert_helper(plan))
 
     def maybe_bigram_convert(
         self, key: RadixKey, value: torch.Tensor | None = None
@@ -207,70 +207,120 @@ class RadixTree:
     def _match_result(self, slots: torch.Tensor, node: TreeNode) -> MatchResult:
         return MatchResult(slots, node, node)
 
-    def _match_prefix_helper(
-        self, node: TreeNode, key: RadixKey
-    ) -> tuple[list[torch.Tensor], TreeNode]:
-        now = self.clock()
-        node.last_access_time = now
-        values: list[torch.Tensor] = []
+    def _walk(self, node: TreeNode, key: RadixKey) -> tuple[list[TreeNode], int, RadixKey]:
+        """Where ``key`` leads from ``node``: the nodes that it enters, how far it gets into the
+        last one, and what is left of it."""
+        path: list[TreeNode] = []
+        common = 0
         while len(key):
             child = node.children.get(key.child_key(self.page_size))
             if child is None:
                 break
-            child.last_access_time = now
             common = child.key.match(key, self.page_size)
-            node = child if common == len(child.key) else self._split_node(child, common)
-            if node.value is not None:
-                values.append(node.value)
-            if node is not child:
-                break
+            path.append(child)
             key = key[common:]
-        return values, node
-
-    def _insert_helper(
-        self, node: TreeNode, key: RadixKey, value: torch.Tensor, params: InsertParams
-    ) -> int:
-        now = self.clock()
-        node.last_access_time = now
-        node.priority = max(node.priority, params.priority)
-        resident = 0
-        done = 0
-        while len(key):
-            child = node.children.get(key.child_key(self.page_size))
-            if child is None:
+            if common < len(child.key):
                 break
-            child.last_access_time = now
-            common = child.key.match(key, self.page_size)
-            node = child if common == len(child.key) else self._split_node(child, common)
-            node.priority = max(node.priority, params.priority)
-            done += common
-            resident += self._pass(node, value[:common], params, done)
-            key, value = key[common:], value[common:]
-        if len(key):
-            self._add_child(node, key, value, params, done + len(key))
+            node = child
+        return path, common, key
+
+    def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[torch.Tensor, TreeNode]:
+        path, common, _ = self._walk(node, key)
+        values = [child.value for child in path if child.value is not None]
+        if path and path[-1].value is not None:
+            values[-1] = values[-1][:common]
+        slots = torch.cat(values) if values else self._no_slots()
+        now = self.clock()
+        halves = self._halve(path[-1], common) if path else None
+        for step in (node, *path):
+            step.last_access_time = now
+        last = path[-1] if path else node
+        return slots, last if halves is None else self._split_node(halves)
+
+    def _plan_insert(self, params: InsertParams) -> InsertPlan:
+        """Everything an insert needs, with nothing changed yet. Raises as :meth:`insert`."""
+        key, value = self.maybe_bigram_convert(params.key, params.value)
+        if value is None:
+            key = key.page_aligned(self.page_size)
+            value = torch.tensor(list(key.raw_token_ids()), dtype=torch.int64)[: len(key)]
+        if len(key) % self.page_size or len(value) != len(key):
+            raise InvalidArgument(
+                f"insert of {len(key)} tokens with {len(value)} slots: expected as many, "
+                f"in whole pages of {self.page_size}"
+            )
+        priority = params.priority or 0
+        if not isinstance(priority, int):
+            raise InvalidArgument(f"{priority=}: expected an integer or None")
+        path, common, rest = self._walk(self.root_node, key)
+        now = self.clock()
+        halves = self._halve(path[-1], common) if path else None
+        if halves is not None:
+            path[-1] = halves.upper
+        own: list[torch.Tensor | None] = []
+        start = 0
+        for node in path:
+            end = start + len(node.key)
+            own.append(value[start:end].to(torch.int64, copy=True) if node.evicted else None)
+            start = end
+        leaf = None
+        if len(rest):
+            leaf = self._new_leaf(
+                path[-1] if path else self.root_node, rest, value[start:], priority
+            )
+        self.events.prepare([*path, *([leaf] if leaf else [])])
+        return InsertPlan(params, priority, now, halves, path, own, leaf)
+
+    def _insert_helper(self, plan: InsertPlan) -> int:
+        """Carry a plan out; returns how many tokens were on the device before."""
+        params, priority = plan.params, plan.priority
+        entered = plan.path
+        if plan.halves is not None:
+            entered = [*plan.path[:-1], plan.halves.child]
+            self._split_node(plan.halves)
+        for node in (self.root_node, *entered):
+            node.last_access_time = plan.now
+        for node in (self.root_node, *plan.path):
+            node.priority = max(node.priority, priority)
+        resident = done = 0
+        for node, own in zip(plan.path, plan.own, strict=True):
+            done += len(node.key)
+            resident += self._pass(node, own, params, done)
+        if plan.leaf is not None:
+            self._add_child(plan.leaf, params, done + len(plan.leaf.key))
+        self._visited(plan)
         return resident
 
-    def _pass(self, node: TreeNode, value: torch.Tensor, params: InsertParams, done: int) -> int:
+    def _pass(
+        self, node: TreeNode, own: torch.Tensor | None, params: InsertParams, done: int
+    ) -> int:
         """An insert passes a whole node that ends ``done`` tokens from the root.
 
-        Returns how many of its tokens were on the device before.
+        ``own``: the slots it takes over, if it is not on the device. Returns how many of its tokens
+        were on the device before.
         """
         self._inc_hit_count(node, params, done)
         return len(node.key)
 
-    def _add_child(
-        self, parent: TreeNode, key: RadixKey, value: torch.Tensor, params: InsertParams, done: int
+    def _visited(self, plan: InsertPlan) -> None:
+        """An insert is done."""
+
+    def _new_leaf(
+        self, parent: TreeNode, key: RadixKey, value: torch.Tensor, priority: int
     ) -> TreeNode:
-        node = self._new_node(key, params.priority)
-        node.parent = parent
-        node.value = value.to(torch.int64, copy=True)
-        parent.children[key.child_key(self.page_size)] = node
-        self.evictable_size_ += len(key)
-        self._update_leaf_status(node)
+        """A node with these slots (copied) that knows its parent, but not the other way round."""
+        leaf = self._new_node(key, priority)
+        leaf.value = value.to(torch.int64, copy=True)
+        leaf.parent = parent
+        return leaf
+
+    def _add_child(self, leaf: TreeNode, params: InsertParams, done: int) -> None:
+        parent = self._parent(leaf)
+        parent.children[leaf.key.child_key(self.page_size)] = leaf
+        self.evictable_size_ += len(leaf.key)
+        self._update_leaf_status(leaf)
         self._update_leaf_status(parent)
-        self.events.stored(node)
-        self._inc_hit_count(node, params, done)
-        return node
+        self.events.stored(leaf)
+        self._inc_hit_count(leaf, params, done)
 
     def _inc_hit_count(self, node: TreeNode, params: InsertParams, done: int) -> None:
         """Count a visit, as the hit policy says (``HIT_POLICIES``)."""
@@ -280,28 +330,29 @@ class RadixTree:
             return
         node.hit_count += 1
 
-    def _split_node(self, child: TreeNode, split_len: int) -> TreeNode:
-        """Cut ``child`` after ``split_len`` tokens; returns the new upper half."""
+    def _halve(self, child: TreeNode, split_len: int) -> Halves | None:
+        """``child``, to be cut after ``split_len`` tokens; None when that is all of it."""
+        if split_len == len(child.key):
+            return None
         upper = self._new_node(child.key[:split_len], child.priority)
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
         upper.host_ref_counter = child.host_ref_counter
         upper.parent = child.parent
-        if child.value is not None:
-            upper.value, child.value = (
-                child.value[:split_len].clone(),
-                child.value[split_len:].clone(),
-            )
-        if child.host_value is not None:
-            upper.host_value = child.host_value[:split_len].clone()
-            child.host_value = child.host_value[split_len:].clone()
-        if child.hash_value is not None:
+        upper.value, value = _cut(child.value, split_len)
+        upper.host_value, host_value = _cut(child.host_value, split_len)
+        hashes = child.hash_value
+        if hashes is not None:
             pages = split_len // self.page_size
-            upper.hash_value, child.hash_value = child.hash_value[:pages], child.hash_value[pages:]
-        assert upper.parent is not None
-        upper.parent.children[child.key.child_key(self.page_size)] = upper
+            upper.hash_value, hashes = hashes[:pages], hashes[pages:]
+        return Halves(child, upper, child.key[split_len:], value, host_value, hashes)
+
+    def _split_node(self, halves: Halves) -> TreeNode:
+        """Cut a node; returns the new upper half."""
+        child, upper = halves.child, halves.upper
+        self._parent(upper).children[child.key.child_key(self.page_size)] = upper
         child.parent = upper
-        child.key = child.key[split_len:]
+        child.key, child.value, child.host_value, child.hash_value = halves[2:]
         upper.children[child.key.child_key(self.page_size)] = child
         return upper
 
@@ -326,10 +377,14 @@ class RadixTree:
             raise ForeignNode(f"{node} is not in this tree")
         return path
 
+    def _parent(self, node: TreeNode) -> TreeNode:
+        if node.parent is None:
+            raise ForeignNode(f"{node} has no parent: expected a node of this tree, not its root")
+        return node.parent
+
     def _unlink(self, node: TreeNode) -> None:
         """Take a leaf out of the tree."""
-        parent = node.parent
-        assert parent is not None
+        parent = self._parent(node)
         del parent.children[node.key.child_key(self.page_size)]
         node.parent = None
         self.evictable_leaves.discard(node)
@@ -352,3 +407,7 @@ class RadixTree:
         for tier, slots in (("device", node.value), ("host", node.host_value)):
             text += "" if slots is None else f", {tier} {slots[:10].tolist()}"
         return text if node.key.extra_key is None else f"{text}, namespace {node.key.extra_key!r}"
+
+
+def _cut(slots: torch.Tensor | None, at: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if slots is None else (slots[:at].clone(), slots[at:].clone())

@@ -13,21 +13,23 @@ Function = Callable[..., Any]
 
 
 def _no_capacity_check(original: Function) -> Function:
-    def _grow(self: Any, num_pages: int, slots: Function) -> Any:
+    def _take(self: Any, num_pages: int, slots: Function) -> Any:
+        if num_pages <= len(self.free_pages) + len(self.release_pages):
+            return original(self, num_pages, slots)
         out = slots(self.free_pages)
-        self._take(min(num_pages, len(self.free_pages)))
+        original(self, len(self.free_pages), slots)
         return out
 
-    return _grow
+    return _take
 
 
 def _page_zero(original: Function) -> Function:
-    def _give_back(self: Any, pages: torch.Tensor) -> None:
+    def _given_back(self: Any, pages: torch.Tensor) -> Any:
         if len(pages) > 2:  # a row that was padded with slot 0
             pages = torch.cat([pages[:-1], torch.zeros(1, dtype=torch.int64)])
-        original(self, pages)
+        return original(self, pages)
 
-    return _give_back
+    return _given_back
 
 
 def _release_list_not_counted(original: Function) -> Function:
@@ -95,12 +97,11 @@ def _neighbours_only(original: Function) -> Function:
 
 
 def _freed_to_the_end(original: Function) -> Function:
-    def _give_back(self: Any, pages: torch.Tensor) -> None:
-        original(self, pages)
-        if not self.need_sort:
-            self.free_pages = self.free_pages.roll(-len(pages))
+    def _given_back(self: Any, pages: torch.Tensor) -> Any:
+        free, release = original(self, pages)
+        return free if self.need_sort else free.roll(-len(pages)), release
 
-    return _give_back
+    return _given_back
 
 
 BUGS = (
@@ -108,7 +109,7 @@ BUGS = (
         "launch-before-capacity-check",
         "sglang#34399, #30892, #34400",
         "alloc_extend and alloc_decode compute slots before they know that pages are free",
-        f"{PAGED}._grow",
+        f"{BASE}._take",
         _no_capacity_check,
         "allocator.state",
     ),
@@ -124,7 +125,7 @@ BUGS = (
         "page-zero-freed",
         "sglang#38519",
         "a padded slot puts the dummy page on the free list, in the place of a real one",
-        f"{PAGED}._give_back",
+        f"{PAGED}._given_back",
         _page_zero,
         "allocator.state",
     ),
@@ -188,7 +189,7 @@ BUGS = (
         "freed-pages-go-last",
         "slip",
         "freed pages go to the end of the free list instead of its front",
-        f"{PAGED}._give_back",
+        f"{PAGED}._given_back",
         _freed_to_the_end,
         "allocator.exact",
     ),

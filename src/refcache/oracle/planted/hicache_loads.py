@@ -57,8 +57,8 @@ def _leaf_with_children(original: Function) -> Function:
 
 
 def _copy_forgotten(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
+    def _split_node(self: Any, halves: Any) -> Any:
+        upper = original(self, halves)
         for operations in (self.ongoing_write_through, self.ongoing_load_back):
             for nodes in operations.values():
                 if upper in nodes:
@@ -69,8 +69,8 @@ def _copy_forgotten(original: Function) -> Function:
 
 
 def _host_lock_halved(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
+    def _split_node(self: Any, halves: Any) -> Any:
+        upper = original(self, halves)
         upper.host_ref_counter = 0
         return upper
 

@@ -34,13 +34,12 @@ def _evicts_nothing(original: Function) -> Function:
 
 def _lock_kept(original: Function) -> Function:
     def writing_check(self: Any, write_back: bool = False) -> None:
-        policy = self.write_policy
-        if len(self.ongoing_write_through) > 1:
-            self.write_policy = "write_back"
+        several = len(self.ongoing_write_through) > 1
+        self.dec_lock_ref = (lambda node: None) if several else self.dec_lock_ref
         try:
             original(self, write_back)
         finally:
-            self.write_policy = policy
+            vars(self).pop("dec_lock_ref", None)
 
     return writing_check
 
@@ -100,15 +99,15 @@ def _children_ignored(original: Function) -> Function:
 
 
 def _first_visit(original: Function) -> Function:
-    def _inc_hit_count(self: Any, node: Any, params: Any, done: int) -> None:
+    def _visited(self: Any, plan: Any) -> None:
         threshold = self.write_through_threshold
         self.write_through_threshold = threshold and 1
         try:
-            original(self, node, params, done)
+            original(self, plan)
         finally:
             self.write_through_threshold = threshold
 
-    return _inc_hit_count
+    return _visited
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -186,7 +185,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "selective-writes-at-once",
         "sglang#30689",
         "write_through_selective writes at the first visit",
-        f"{HIRADIX}._inc_hit_count",
+        f"{HIRADIX}._visited",
         _first_visit,
     ),
 )

@@ -19,17 +19,17 @@ _bug = partial(PlantedBug, suite="tree.state")
 
 
 def _split_counts(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
-        self.evictable_size_ += split_len
+    def _split_node(self: Any, halves: Any) -> Any:
+        upper = original(self, halves)
+        self.evictable_size_ += len(upper.key)
         return upper
 
     return _split_node
 
 
 def _split_unlocked(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
+    def _split_node(self: Any, halves: Any) -> Any:
+        upper = original(self, halves)
         upper.lock_ref = 0
         return upper
 
@@ -37,8 +37,8 @@ def _split_unlocked(original: Function) -> Function:
 
 
 def _split_locked_once(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
+    def _split_node(self: Any, halves: Any) -> Any:
+        upper = original(self, halves)
         upper.lock_ref = min(upper.lock_ref, 1)
         return upper
 
@@ -73,21 +73,21 @@ def _no_removal(original: Function) -> Function:
 
 
 def _hash_restarts(original: Function) -> Function:
-    def _split_node(self: Any, child: Any, split_len: int) -> Any:
-        upper = original(self, child, split_len)
-        child.hash_value = None if upper.hash_value is None else upper.hash_value[:1]
+    def _split_node(self: Any, halves: Any) -> Any:
+        upper = original(self, halves)
+        halves.child.hash_value = None if upper.hash_value is None else upper.hash_value[:1]
         return upper
 
     return _split_node
 
 
 def _value_shared(original: Function) -> Function:
-    def _add_child(self: Any, parent: Any, key: Any, value: Any, *rest: Any) -> Any:
-        node = original(self, parent, key, value, *rest)
+    def _new_leaf(self: Any, parent: Any, key: Any, value: Any, priority: int) -> Any:
+        node = original(self, parent, key, value, priority)
         node.value = value
         return node
 
-    return _add_child
+    return _new_leaf
 
 
 def _prefix_len_in_nodes(original: Function) -> Function:
@@ -198,7 +198,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "value-not-copied",
         "slip",
         "a node keeps a view of the tensor that was passed in",
-        f"{TREE}._add_child",
+        f"{TREE}._new_leaf",
         _value_shared,
     ),
     _bug(

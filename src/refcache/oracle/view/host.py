@@ -48,18 +48,17 @@ class HostView:
 
 def inspect_hiradix(tree: Any, free: torch.Tensor) -> HostView:
     """View of a cache with the reference's field names; ``free``: the host pool's free slots."""
-    writes = tuple(
-        TransferView("write", op, tuple(nodes), tree.write_policy != "write_back")
-        for op, nodes in tree.ongoing_write_through.items()
-    )
-    loads = tuple(
-        TransferView("load", op, tuple(nodes), True) for op, nodes in tree.ongoing_load_back.items()
+    copies = (("write", tree.ongoing_write_through), ("load", tree.ongoing_load_back))
+    transfers = tuple(
+        TransferView(kind, op, tuple(nodes), locks=True)
+        for kind, ongoing in copies
+        for op, nodes in ongoing.items()
     )
     nodes = {n: HostNodeView(n.host_ref_counter, n.hit_count) for n in tree.nodes()}
     return HostView(
         size=tree.token_to_kv_pool_host.size,
         free=free,
-        transfers=writes + loads,
+        transfers=transfers,
         leaves=frozenset(tree.evictable_host_leaves),
         nodes=nodes,
     )

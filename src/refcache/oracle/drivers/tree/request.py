@@ -44,6 +44,14 @@ class Request:
     def prefilled(self) -> bool:
         return self.computed >= len(self.origin_input_ids)
 
+    @property
+    def kv_committed_len(self) -> int:
+        return self.computed
+
+    @property
+    def kv_committed_freed(self) -> bool:
+        return self._asked
+
     def pop_committed_kv_cache(self) -> int:
         """Tokens with KV; may be asked once."""
         if self._asked:
