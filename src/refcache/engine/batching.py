@@ -13,6 +13,7 @@ from refcache.engine.output_processor import SchedulerOutputProcessorMixin
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from refcache.errors import CopyFailed
 from refcache.types import ServerArgs, SpeculativeAlgorithm
 
 
@@ -83,13 +84,68 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
 
     def _get_new_batch_prefill_raw(self) -> ScheduleBatch | None:
         if self.enable_hierarchical_cache:
-            self.tree_cache.check_hicache_events()
+            self._acknowledge_copies()
         running = self.running_batch
         if self.enable_priority_preemption:
             running.batch_is_full = False  # it may be so for lower priorities only
         if (running.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None
         self.policy.calc_priority(self.waiting_queue, running)
+        adder, consumer_index = self._add_reqs()
+        if not adder.can_run_list:
+            return None
+        if adder.new_chunked_req is not None:
+            self.chunked_req = adder.new_chunked_req
+        if self.chunked_req is not None:
+            self.chunked_req.is_chunked += 1
+        added = set(adder.can_run_list)
+        self.waiting_queue = [r for r in self.waiting_queue if r not in added]
+        self.max_prefill_bs = max(self.max_prefill_bs, len(added))
+
+        batch = self._new_batch(adder.can_run_list, self.chunked_req)
+        batch.hicache_consumer_index = consumer_index
+        batch.prepare_for_extend()
+        return batch
+
+    def _acknowledge_copies(self) -> None:
+        try:
+            self.tree_cache.check_hicache_events()
+        except CopyFailed as error:
+            self.observer.on_copy_failed(error)
+
+    def _add_reqs(self) -> tuple[PrefillAdder, int]:
+        """Fill a batch, and start what it loads: the adder, and the load's slot (-1: none).
+
+        When the load cannot be started, the requests that it was for are added again without it:
+        they compute what they would have loaded.
+        """
+        full, chunked_req = self.running_batch.batch_is_full, self.chunked_req
+        while True:
+            adder = self._try_reqs()
+            if not (adder.can_run_list and self.enable_hierarchical_cache):
+                return adder, -1
+            try:
+                # the copies start now, before anything else is put on the schedule stream
+                return adder, self.tree_cache.ready_to_load_host_cache()
+            except CopyFailed as error:
+                self._take_back(adder, error)
+            self.running_batch.batch_is_full, self.chunked_req = full, chunked_req
+
+    def _take_back(self, adder: PrefillAdder, error: CopyFailed) -> None:
+        """Undo what the adder did for the requests of the queue."""
+        self.observer.on_copy_failed(error)
+        for req in adder.can_run_list:
+            if req.req_pool_idx is None:  # else it is the chunked one, which had its lock before
+                node = req.last_node
+                req.load_failed = node in error.moved
+                self.tree_cache.dec_lock_ref(error.moved.get(node, node))
+                if req.retraction_count == 0:
+                    req.cached_tokens = None
+
+    def _try_reqs(self) -> PrefillAdder:
+        """Add as many requests to a prefill batch as fit, the chunked one first."""
+        running = self.running_batch
+        allocatable = self.get_num_allocatable_reqs(running.batch_size())
         adder = PrefillAdder(
             self.page_size,
             self.tree_cache,
@@ -107,7 +163,7 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
             chunked, self.chunked_req = self.chunked_req, adder.add_chunked_req(self.chunked_req)
             if not adder.can_run_list:
                 self._retract_chunked_req(chunked)
-                return None
+                return adder
         for req in self.waiting_queue:
             if len(adder.can_run_list) >= self.get_num_allocatable_reqs(running.batch_size()):
                 running.batch_is_full = True
@@ -124,22 +180,7 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
                 break
         for req in adder.preempt_list:
             self._back_to_queue(req, len(self.waiting_queue))
-        if not adder.can_run_list:
-            return None
-        if adder.new_chunked_req is not None:
-            self.chunked_req = adder.new_chunked_req
-        if self.chunked_req is not None:
-            self.chunked_req.is_chunked += 1
-        added = set(adder.can_run_list)
-        self.waiting_queue = [r for r in self.waiting_queue if r not in added]
-        self.max_prefill_bs = max(self.max_prefill_bs, len(added))
-
-        batch = self._new_batch(adder.can_run_list, self.chunked_req)
-        if self.enable_hierarchical_cache:
-            # the copies start now, before anything else is put on the schedule stream
-            batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
-        batch.prepare_for_extend()
-        return batch
+        return adder
 
     def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
         return ScheduleBatch.init_new(

@@ -1,9 +1,11 @@
 """``SchedulerObserver``: how a test, a replay or an oracle watches the serving loop."""
 
+import logging
 from typing import TYPE_CHECKING
 
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
+from refcache.errors import CopyFailed
 
 if TYPE_CHECKING:
     from refcache.engine.scheduler import Scheduler
@@ -20,6 +22,11 @@ class SchedulerObserver:
 
     def on_finish(self, req: Req) -> None:
         """A request ended and holds nothing any more."""
+
+    def on_copy_failed(self, error: CopyFailed) -> None:
+        """A copy between the tiers failed; the loop goes on without it. Told once; by default
+        logged."""
+        logging.getLogger("refcache").warning("%s", error)
 
     def on_step(self, scheduler: "Scheduler") -> None:
         """An iteration of the loop is over."""

@@ -106,6 +106,7 @@ class Req:
         time_stats: when it came into the queue.
         cached_tokens: prompt tokens that the cache had at the first admission (None before).
         is_chunked: chunks launched, but not the last one, whose result is not processed yet.
+        load_failed: the load of its host hit could not be started, so it is computed.
         retraction_count: how often it lost its memory and went back to the queue.
         to_finish: set from outside (an abort); becomes ``finished_reason`` at the next result.
     """
@@ -167,6 +168,7 @@ class Req:
         self.last_node: Any = None
         self.last_host_node: Any = None
         self.host_hit_length = 0
+        self.load_failed = False
         self.mamba_branching_seqlen: int | None = None
         self.cache_protected_len = 0
         self.cache_counted_len = 0
@@ -201,7 +203,7 @@ class Req:
             self.prefix_indices = match.device_indices
             self.last_node = match.last_device_node
             self.last_host_node = match.last_host_node
-            self.host_hit_length = match.host_hit_length
+            self.host_hit_length = 0 if self.load_failed else match.host_hit_length
             self.mamba_branching_seqlen = getattr(match, "mamba_branching_seqlen", None)
             protected = getattr(match, "cache_protected_len", None)  # a tree may own less of them
             self.cache_protected_len = len(self.prefix_indices) if protected is None else protected

@@ -1,0 +1,363 @@
+"""A call that fails inside leaves nothing behind; a copy that fails is computed instead."""
+
+import pytest
+import torch
+
+from refcache.allocator import TokenToKVPoolAllocator
+from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
+from refcache.engine.observer import SchedulerObserver
+from refcache.errors import CopyFailed, ForeignNode, InvalidArgument, StaleMatch
+from refcache.keys import RadixKey
+from refcache.oracle import HiCacheDriver, resolve
+from refcache.tags import greedy
+from refcache.types import (
+    WRITE_POLICIES,
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+    ServerArgs,
+)
+
+FAULT = RuntimeError("the link is down")
+
+
+def driver(**config):
+    config = {"size": 8, "host_size": 9, "delay": False} | config
+    return HiCacheDriver(resolve("refcache"), **config)
+
+
+def found(d, tokens):
+    return d.tree.match_prefix(MatchPrefixParams(RadixKey(tokens)))
+
+
+def free_host(d):
+    return d.tree.token_to_kv_pool_host.available_size()
+
+
+def locks(d):
+    return {tuple(n.key): (n.lock_ref, n.host_ref_counter) for n in d.tree.nodes()}
+
+
+def unwatched(d, *slots):
+    """The driver's ledger lets these go."""
+    d.ledger.clear()
+    d.ledger.owner |= {int(slot): "test" for slot in torch.cat(slots)}
+    d.ledger.may_free = lambda page: None
+
+
+def breaks(d, monkeypatch, direction, times=1):
+    """The next copies in that direction cannot be launched."""
+    pool = d.tree.token_to_kv_pool_host if isinstance(d, HiCacheDriver) else d
+    names = {
+        "to host": ["backup_from_device_all_layer"],
+        "to device": ["load_to_device_per_layer", "load_to_device_all_layer"],
+    }[direction]
+    left = [times]
+    for name in names:
+        original = getattr(pool, name)
+
+        def broken(*args, original=original):
+            if left[0]:
+                left[0] -= 1
+                raise FAULT
+            return original(*args)
+
+        monkeypatch.setattr(pool, name, broken)
+
+
+# ---- what an operation took, it gives back -----------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+@pytest.mark.parametrize("later", WRITE_POLICIES)
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_acknowledgement_gives_back_what_the_write_took(policy, later, write_back, waits):
+    d = driver(write_policy=policy, delay=True)
+    tree = d.tree
+    slots = d.allocator.alloc(4)
+    tree.insert(InsertParams(RadixKey([1, 2, 3, 4]), slots, chunked=True))
+    node = found(d, [1, 2, 3, 4]).last_device_node
+    tree.inc_lock_ref(node)  # a request
+    assert tree.write_backup(node, write_back) == 4
+    tree.write_policy = later
+    found(d, [1, 2])  # the copy goes on in two nodes
+    d.machine.synchronize()
+    tree.writing_check(write_back=waits)
+    assert not tree.ongoing_write_through
+    assert locks(d) == {(1, 2): (1, 0), (3, 4): (1, 0)}
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 0
+    tree.dec_lock_ref(found(d, [1, 2, 3, 4]).last_device_node)
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 4
+
+
+def test_slots_that_were_freed_for_sorting_are_handed_out_when_sorting_is_off():
+    allocator = TokenToKVPoolAllocator(4, torch.int64, "cpu", None, need_sort=True)
+    allocator.free(allocator.alloc(4))
+    allocator.need_sort = False
+    assert allocator.available_size() == 4
+    assert allocator.alloc(4).tolist() == [1, 2, 3, 4]
+
+
+# ---- priority ----------------------------------------------------------------------------------
+
+
+def test_no_priority_is_priority_zero():
+    d = driver()
+    value = d.allocator.alloc(2)
+    d.tree.insert(InsertParams(RadixKey([1, 2]), value, priority=None))
+    assert found(d, [1, 2]).last_device_node.priority == 0
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_request_without_a_priority_is_cached(finished):
+    d = driver()
+    d.admit((1, 2, 3, 4))
+    req = d.requests[0]
+    req.priority = None
+    (d.finish if finished else d.cache)(0)
+    assert found(d, [1, 2, 3, 4]).last_device_node.priority == 0
+
+
+def test_a_priority_that_is_no_number_changes_nothing():
+    d = driver()
+    value = d.allocator.alloc(2)
+    with pytest.raises(InvalidArgument, match="priority='high'"):
+        d.tree.insert(InsertParams(RadixKey([1, 2]), value, priority="high"))
+    assert d.tree.total_size() == 0
+
+
+# ---- a failed copy -----------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_keeps_nothing(monkeypatch):
+    d = driver()
+    breaks(d, monkeypatch, "to host")
+    value = d.allocator.alloc(4)
+    d.tree.insert(InsertParams(RadixKey([1, 1, 1, 1]), value))
+    node = found(d, [1, 1, 1, 1]).last_device_node
+    assert not node.backuped
+    assert free_host(d) == 9
+    assert locks(d) == {(1, 1, 1, 1): (0, 0)}
+    with pytest.raises(CopyFailed, match="the link is down") as failure:
+        d.tree.check_hicache_events()
+    assert failure.value.__cause__ is FAULT
+    d.tree.check_hicache_events()  # once
+    d.tree.insert(InsertParams(RadixKey([1, 1, 1, 1]), value))
+    assert node.backuped
+
+
+def test_a_write_that_is_asked_for_fails_at_once(monkeypatch):
+    d = driver(write_policy="write_back")
+    d.insert((1, 1, 1, 1))
+    node = found(d, [1, 1, 1, 1]).last_device_node
+    breaks(d, monkeypatch, "to host")
+    with pytest.raises(CopyFailed):
+        d.tree.write_backup(node)
+    assert (free_host(d), locks(d)) == (9, {(1, 1, 1, 1): (0, 0)})
+    d.tree.check_hicache_events()
+    d.wind_down()
+
+
+def test_an_eviction_whose_write_fails_drops_the_leaf(monkeypatch):
+    d = driver(write_policy="write_back")
+    d.insert((1, 1, 1, 1))
+    breaks(d, monkeypatch, "to host")
+    d.evict(4)
+    assert (free_host(d), d.tree.nodes()) == (9, [])
+    with pytest.raises(CopyFailed):
+        d.tree.check_hicache_events()
+    d.wind_down()
+
+
+@pytest.mark.parametrize("small_loads", [True, False])
+def test_a_load_that_fails_keeps_nothing(small_loads, monkeypatch):
+    d = driver(small_loads=small_loads)
+    d.admit((1, 1, 1, 1))
+    d.cache(0)
+    d.finish(0)
+    d.settle()
+    d.evict(4)
+    tree, allocator, before = d.tree, d.allocator.inner, locks(d)
+    match = found(d, [1, 1, 1, 1])
+    slots, node = tree.init_load_back(InitLoadBackParams(match.last_host_node, 4))
+    tree.inc_lock_ref(node)  # the request
+    unwatched(d, slots)
+    breaks(d, monkeypatch, "to device")
+    with pytest.raises(CopyFailed, match="the link is down") as failure:
+        tree.ready_to_load_host_cache()
+    again = found(d, [1, 1, 1, 1])
+    assert (len(again.device_indices), again.host_hit_length) == (0, 4)
+    assert allocator.available_size() == 8
+    assert not tree.ongoing_load_back
+    assert not tree.cache_controller.load_queue
+    assert locks(d) == before
+    tree.dec_lock_ref(failure.value.moved[node])
+    assert tree.ready_to_load_host_cache() == -1
+    assert tree.cache_controller.layer_done_counter.producer_index == -1
+    slots, _ = tree.init_load_back(InitLoadBackParams(again.last_host_node, 4))
+    unwatched(d, slots)
+    assert tree.ready_to_load_host_cache() == 0
+    tree.check_hicache_events()
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 4
+
+
+def test_what_was_inserted_below_a_load_that_fails_goes_with_it(monkeypatch):
+    d = driver(size=12, host_size=16)
+    d.insert((1, 1, 1, 1))
+    d.insert((1, 1, 2, 2))
+    d.settle()
+    d.evict(8)
+    tree = d.tree
+    match = found(d, [1, 1, 1, 1])
+    slots, _ = tree.init_load_back(InitLoadBackParams(match.last_host_node, 4))
+    new = d.allocator.inner.alloc(2)
+    tree.insert(InsertParams(RadixKey([1, 1, 1, 1, 3, 3]), torch.cat([slots, new])))
+    below = found(d, [1, 1, 1, 1, 3, 3]).last_device_node
+    tree.inc_lock_ref(below)
+    unwatched(d, slots, new)
+    breaks(d, monkeypatch, "to device")
+    with pytest.raises(CopyFailed) as failure:
+        tree.ready_to_load_host_cache()
+    assert set(failure.value.moved.values()) == {tree.root_node}
+    assert below in failure.value.moved
+    assert d.allocator.inner.available_size() == 12
+    assert (tree.evictable_size(), tree.protected_size(), tree.total_size()) == (0, 0, 0)
+    assert all(n.lock_ref == n.host_ref_counter == 0 for n in tree.nodes())
+    assert tree.evict_host(16) == 16 - d.tree.token_to_kv_pool_host.size + 8
+
+
+class Failures(SchedulerObserver):
+    def __init__(self):
+        self.errors, self.loaded = [], []
+
+    def on_copy_failed(self, error):
+        self.errors.append(error)
+
+    def on_batch(self, batch):
+        if batch.forward_mode.is_extend():
+            self.loaded.append((batch.extend_lens, batch.hicache_consumer_index))
+
+
+def loop(observer, *, overlap=False, chunk=None, size=24):
+    args = ServerArgs(
+        max_total_tokens=size,
+        max_running_requests=3,
+        context_length=size,
+        chunked_prefill_size=chunk,
+        disable_overlap_schedule=not overlap,
+        enable_hierarchical_cache=True,
+        hicache_ratio=2,
+    )
+    scheduler = Scheduler(args, ModelConfig(num_hidden_layers=2, vocab_size=3), observer=observer)
+    scheduler.tree_cache.load_back_threshold = 1
+    return scheduler
+
+
+def serve(scheduler, prompts, outputs=2):
+    for rid, tokens in prompts.items():
+        scheduler.submit(TokenizedGenerateReqInput(rid, tokens, SamplingParams(outputs)))
+    while not scheduler.is_idle():
+        scheduler.step()
+    for req in scheduler.finished_reqs:
+        if req.rid in prompts:
+            assert list(req.output_ids) == greedy(prompts[req.rid], outputs, 3)
+
+
+def only_on_host(scheduler):
+    scheduler.step()
+    scheduler.tree_cache.evict(EvictParams(24))
+    assert scheduler.token_to_kv_pool_allocator.available_size() == 24
+
+
+def all_is_free(scheduler):
+    tree = scheduler.tree_cache
+    scheduler.step()
+    assert not tree.ongoing_load_back
+    assert not tree.ongoing_write_through
+    assert tree.protected_size() == 0
+    tree.evict(EvictParams(scheduler.max_total_num_tokens))
+    assert scheduler.token_to_kv_pool_allocator.available_size() == scheduler.max_total_num_tokens
+    host = tree.token_to_kv_pool_host
+    tree.evict_host(host.size)
+    assert host.available_size() == host.size
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_prefill_whose_load_fails_computes_the_tokens(overlap, chunk, monkeypatch):
+    seen = Failures()
+    scheduler = loop(seen, overlap=overlap, chunk=chunk)
+    long = [0, 1, 2, 0, 1, 2, 2, 1]
+    serve(scheduler, {"first": long})
+    only_on_host(scheduler)
+    breaks(scheduler.tree_cache.token_to_kv_pool_host, monkeypatch, "to device")
+    seen.loaded.clear()
+    serve(scheduler, {"again": [*long, 1], "other": [2, 2, 2], "twin": [*long, 0]})
+    assert [type(e) for e in seen.errors] == [CopyFailed]
+    first = seen.loaded[0]
+    assert first[1] == -1
+    assert max(first[0]) >= 4  # computed, in chunks or at once
+    only_on_host(scheduler)
+    serve(scheduler, {"last": [*long, 2, 0]})
+    assert max(consumer for _, consumer in seen.loaded) == 0  # loads work again
+    all_is_free(scheduler)
+
+
+def test_a_loop_whose_write_fails_goes_on(monkeypatch):
+    seen = Failures()
+    scheduler = loop(seen)
+    breaks(scheduler.tree_cache.token_to_kv_pool_host, monkeypatch, "to host", times=2)
+    serve(scheduler, {"a": [0, 1, 2, 0, 1], "b": [1, 1, 1, 2]})
+    scheduler.step()
+    assert [type(e) for e in seen.errors] == [CopyFailed] * 2
+    all_is_free(scheduler)
+
+
+# ---- a stale match -----------------------------------------------------------------------------
+
+
+def on_host(d):
+    d.insert((1, 1, 1, 1))
+    d.settle()
+    d.evict(4)
+    return found(d, [1, 1, 1, 1])
+
+
+def test_a_match_whose_node_is_gone_is_refused():
+    d = driver()
+    match = on_host(d)
+    assert match.host_hit_length == 4
+    d.tree.evict_host(9)
+    with pytest.raises(ForeignNode):
+        d.tree.init_load_back(InitLoadBackParams(match.last_host_node, 4))
+    with pytest.raises(ForeignNode):
+        d.tree.load_back(match.last_host_node)
+    assert d.allocator.inner.available_size() == 8
+
+
+def test_a_match_that_says_another_length_is_refused():
+    d = driver()
+    match = on_host(d)
+    with pytest.raises(StaleMatch, match="4 tokens are on the host only, the match said 3"):
+        d.tree.init_load_back(InitLoadBackParams(match.last_host_node, 3))
+    assert not d.tree.ongoing_load_back
+    d.load_back((1, 1, 1, 1))
+    with pytest.raises(StaleMatch):
+        d.tree.init_load_back(InitLoadBackParams(match.last_host_node, 4))
+    assert d.tree.load_back(match.last_host_node) is None
+
+
+def test_a_write_of_what_is_not_there_to_write_is_refused():
+    d = driver()
+    match = on_host(d)
+    tree = d.tree
+    with pytest.raises(ForeignNode):
+        tree.write_backup(tree.root_node)
+    with pytest.raises(InvalidArgument, match="on the device only"):
+        tree.write_backup(match.last_host_node)
+    tree.evict_host(9)
+    with pytest.raises(ForeignNode):
+        tree.write_backup(match.last_host_node)
+    assert free_host(d) == 9
