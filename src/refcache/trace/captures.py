@@ -156,7 +156,7 @@ def _cache_unfinished_req(rec: Recording, req: Any, chunked: bool = False, **mor
 
 
 def _cache_finished_req(rec: Recording, req: Any, is_insert: bool = True, **more: Any) -> Steps:
-    """The committed length may be asked once, so it is seen when the cache asks."""
+    """The committed length may be asked once: it is seen when the cache asks, if not before."""
     tree = rec.tree
     call = f.CacheFinishedReq(
         cache_protected_len=int(req.cache_protected_len),
@@ -166,12 +166,16 @@ def _cache_finished_req(rec: Recording, req: Any, is_insert: bool = True, **more
     )
     ask = req.pop_committed_kv_cache
 
-    def asked() -> Any:
-        length = ask()
+    def committed(length: int) -> int:
         call.tokens = (list(req.origin_input_ids) + list(req.output_ids))[:length]
         call.row = _row(rec, req, length)
         return length
 
+    def asked() -> int:
+        return committed(ask())
+
+    if not getattr(req, "kv_committed_freed", True):
+        committed(req.kv_committed_len)
     req.pop_committed_kv_cache = asked
     try:
         yield call
