@@ -199,7 +199,7 @@ class HiCacheController:
         """
         if not self.write_queue:
             return
-        with self._started("write", self.write_stream):
+        with self._started(self._writer):
             op = CacheOperation.merge_ops(self.write_queue)
             start_event, finish_event = self._start_writing(op)
         self.write_queue.clear()
@@ -274,7 +274,7 @@ class HiCacheController:
         if not self.load_queue:
             return -1
         counter = self.layer_done_counter
-        with ExitStack() as undo, self._started("load", self.load_stream):
+        with ExitStack() as undo, self._started(self._loader):
             self._wait_for_load_slot()
             undo.callback(setattr, counter, "producer_index", counter.producer_index)
             producer_id = counter.update_producer()
@@ -396,18 +396,20 @@ class HiCacheController:
         """Nothing is ever attached: does nothing."""
 
     @contextmanager
-    def _started(self, what: str, stream: Any) -> Iterator[None]:
-        """In the block a copy is put on ``stream``; what keeps it from that is ``CopyFailed``.
+    def _started(self, by: CopyThread) -> Iterator[None]:
+        """In the block a copy is put on a stream; what keeps it from that is ``CopyFailed``.
 
         It is raised when nothing of the copy runs any more. A named error is raised as it is.
         """
         try:
             yield
         except Exception as error:
-            stream.synchronize()
+            by.drain()
+            by.stream.synchronize()
             if isinstance(error, RefcacheError):
                 raise
-            raise CopyFailed(f"{what} between the tiers: {error!r}; nothing was copied") from error
+            message = f"{by.name} between the tiers: {error!r}; nothing was copied"
+            raise CopyFailed(message) from error
 
     def _copy_layers(
         self,

@@ -145,7 +145,6 @@ class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
     def _try_reqs(self) -> PrefillAdder:
         """Add as many requests to a prefill batch as fit, the chunked one first."""
         running = self.running_batch
-        allocatable = self.get_num_allocatable_reqs(running.batch_size())
         adder = PrefillAdder(
             self.page_size,
             self.tree_cache,

@@ -254,6 +254,7 @@ class Scheduler(SchedulerBatchingMixin):
         failure = recovery.failed_copy(self)
         if failure is not None:
             recovery.compute_again(self, failure)
+            self.observer.on_copy_failed(failure)
         return failure is not None
 
     def is_idle(self) -> bool:
