@@ -17,10 +17,11 @@ from refcache.oracle.program.driver import Driver
 from refcache.oracle.rules.catalog import SENTENCES
 from refcache.oracle.rules.check import CHECKS, check_state, violations
 from refcache.oracle.rules.violation import Violation
-from refcache.oracle.target.base import CacheConfig, Target, resolve
-from refcache.oracle.target.config import HiCacheConfig, HiCacheParts
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
 from refcache.oracle.target.naive import NaiveTarget, NaiveTree
 from refcache.oracle.target.naive_allocator import NaiveAllocator
+from refcache.oracle.target.resolve import resolve
 from refcache.oracle.view.state import RequestView, State
 from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
 from refcache.reference.alloc_cases import AllocCase

@@ -13,8 +13,8 @@ import torch
 from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
 from refcache.oracle.rules.violation import Violation
-from refcache.oracle.target.base import CacheConfig, Target
-from refcache.oracle.target.config import HiCacheConfig, HiCacheParts
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
 from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.peers import guard, hicache

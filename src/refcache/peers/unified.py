@@ -10,8 +10,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from refcache.oracle.target.base import CacheConfig
-from refcache.oracle.target.config import HiCacheConfig, HiCacheParts
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
 from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView
 from refcache.peers import cores, unified_hicache, unified_view

@@ -14,7 +14,7 @@ import torch
 from refcache.oracle.ledger.ledger import Ledger
 from refcache.oracle.program.driver import Driver, step
 from refcache.oracle.program.trial import Trial
-from refcache.oracle.target.base import CacheConfig
+from refcache.oracle.target.config import CacheConfig
 
 
 class AllocatorBench:

@@ -24,7 +24,7 @@ from refcache.oracle.program.driver import Driver, step
 from refcache.oracle.program.trial import Trial
 from refcache.oracle.rules.check import check_state, check_sums
 from refcache.oracle.rules.violation import Violation
-from refcache.oracle.target.base import CacheConfig
+from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.view.scheduler import private_tokens, running, state_of
 from refcache.oracle.view.state import State
 from refcache.types import ServerArgs

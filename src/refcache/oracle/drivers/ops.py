@@ -13,7 +13,8 @@ import torch
 
 from refcache.oracle.program.driver import Driver, step
 from refcache.oracle.rules.violation import Violation
-from refcache.oracle.target.base import CacheConfig, Target
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.ops import OPS, device, takes_cursor
 from refcache.reference import alloc_cases, case_check, cases
 from refcache.reference.alloc_cases import AllocCase

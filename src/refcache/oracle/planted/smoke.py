@@ -9,8 +9,8 @@ import torch
 
 from refcache.keys import TOKEN, RadixKey
 from refcache.oracle.drivers.tree.request import Request
-from refcache.oracle.target.base import CacheConfig, Target
-from refcache.oracle.target.config import HiCacheConfig
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig
 from refcache.runtime import SimulatedRuntime, eager
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 

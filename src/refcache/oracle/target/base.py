@@ -22,16 +22,13 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
-from refcache.oracle.program.exact import check_profile
+from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView
 from refcache.reference.cases import TransferCase
@@ -54,53 +51,6 @@ CAPABILITIES = frozenset(
         "refuses_misuse",
     }
 )
-BUILT_IN = {
-    "refcache": "refcache.oracle.target.reference:RefcacheTarget",
-    "naive": "refcache.oracle.target.naive:NaiveTarget",
-}
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """How a cache under test is built. Sizes are in tokens; ``size`` is a multiple of the page.
-
-    ``profile`` holds every choice against the reference's (:mod:`refcache.oracle.program.exact`).
-    """
-
-    page_size: int = 1
-    size: int = 16
-    need_sort: bool = False
-    eviction_policy: str = "lru"
-    is_eagle: bool = False
-    enable_kv_cache_events: bool = False
-    max_requests: int = 4
-    context_length: int = 64
-    profile: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1 or self.size < self.page_size or self.size % self.page_size:
-            raise InvalidArgument(
-                f"size={self.size}, page_size={self.page_size}: expected whole pages, at least one"
-            )
-
-        if self.profile is not None:
-            check_profile(self.profile)
-
-    @property
-    def pages(self) -> int:
-        return self.size // self.page_size
-
-    def init_params(self, allocator: Any, rows: Any) -> dict[str, Any]:
-        """Keywords for a ``CacheInitParams`` (refcache's, or a release's) over these parts."""
-        return {
-            "disable": False,
-            "req_to_token_pool": rows,
-            "token_to_kv_pool_allocator": allocator,
-            "page_size": self.page_size,
-            "is_eagle": self.is_eagle,
-            "eviction_policy": self.eviction_policy,
-            "enable_kv_cache_events": self.enable_kv_cache_events,
-        }
 
 
 class Target:
@@ -113,7 +63,7 @@ class Target:
     name = "target"
     capabilities: frozenset[str] = frozenset()
     spec = ""
-    """How :func:`resolve` found it: what a printed program calls it."""
+    """How ``resolve`` found it: what a printed program calls it."""
     errors: type[Exception] | tuple[type[Exception], ...] = Exception
     """What a refusal of misuse may raise."""
 
@@ -187,67 +137,9 @@ class Target:
         return case
 
     def named(self) -> str:
-        """What to give :func:`resolve` for a target like this one."""
+        """What to give ``resolve`` for a target like this one."""
         return self.spec or f"{type(self).__module__}:{type(self).__qualname__}"
 
     def lacks(self, needs: frozenset[str]) -> list[str]:
         """The capabilities among ``needs`` that this target does not declare."""
         return sorted(needs - self.capabilities)
-
-
-def resolve(spec: str) -> Target:
-    """The target named ``spec``: ``"refcache"``, ``"naive"``, ``"sglang:VERSION"``,
-    ``"pkg.module:factory"``, or ``"pkg.module:function"`` for one op.
-
-    Raises:
-        InvalidArgument: it does not import, the name is missing, or calling it gives no Target.
-        MissingExtra: a release that is not unpacked.
-    """
-    if spec == "sglang" or spec.startswith("sglang:"):
-        from refcache.peers import peer_target
-
-        peer = peer_target(spec)
-        peer.spec = spec
-        return peer
-    module_name, colon, attribute = BUILT_IN.get(spec, spec).partition(":")
-    if not (module_name and colon and attribute):
-        raise InvalidArgument(
-            f"target {spec!r}: expected one of {', '.join(BUILT_IN)}, sglang[:VERSION], "
-            "pkg.module:factory or pkg.module:function"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise InvalidArgument(f"target {spec!r} does not import: {error!r}") from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise InvalidArgument(f"target {spec!r}: {module_name} has no factory {attribute!r}")
-    from refcache.oracle.target.ops import ops_target
-
-    try:
-        target: Any = ops_target(factory)
-    except InvalidArgument as error:
-        raise InvalidArgument(
-            f"target {spec!r}: no factory, which takes no argument; as an op: {error}"
-        ) from None
-    try:
-        target = target or factory()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise InvalidArgument(f"target {spec!r}: calling the factory: {error!r}") from error
-    if not isinstance(target, Target):
-        raise InvalidArgument(
-            f"target {spec!r}: the factory gave {type(target).__name__}, expected a "
-            "refcache.oracle.Target"
-        )
-    unknown = target.capabilities - CAPABILITIES
-    if unknown:
-        raise InvalidArgument(
-            f"target {spec!r}: unknown capabilities {sorted(unknown)}, expected some of "
-            f"{sorted(CAPABILITIES)}"
-        )
-    target.spec = spec
-    return target

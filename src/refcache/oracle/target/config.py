@@ -1,10 +1,53 @@
-"""How a two-tier cache under test is built, and the parts that a target makes."""
+"""How a cache under test is built, and the parts of a two-tier one that a target makes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.target.base import CacheConfig
+from refcache.oracle.program.exact import check_profile
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How a cache under test is built. Sizes are in tokens; ``size`` is a multiple of the page.
+
+    ``profile`` holds every choice against the reference's (:mod:`refcache.oracle.program.exact`).
+    """
+
+    page_size: int = 1
+    size: int = 16
+    need_sort: bool = False
+    eviction_policy: str = "lru"
+    is_eagle: bool = False
+    enable_kv_cache_events: bool = False
+    max_requests: int = 4
+    context_length: int = 64
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.size < self.page_size or self.size % self.page_size:
+            raise InvalidArgument(
+                f"size={self.size}, page_size={self.page_size}: expected whole pages, at least one"
+            )
+
+        if self.profile is not None:
+            check_profile(self.profile)
+
+    @property
+    def pages(self) -> int:
+        return self.size // self.page_size
+
+    def init_params(self, allocator: Any, rows: Any) -> dict[str, Any]:
+        """Keywords for a ``CacheInitParams`` (refcache's, or a release's) over these parts."""
+        return {
+            "disable": False,
+            "req_to_token_pool": rows,
+            "token_to_kv_pool_allocator": allocator,
+            "page_size": self.page_size,
+            "is_eagle": self.is_eagle,
+            "eviction_policy": self.eviction_policy,
+            "enable_kv_cache_events": self.enable_kv_cache_events,
+        }
 
 
 @dataclass(frozen=True)

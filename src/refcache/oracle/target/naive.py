@@ -18,7 +18,8 @@ import torch
 from refcache.errors import ForeignNode, InvalidArgument, LockUnderflow
 from refcache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from refcache.keys import RadixKey, hash_str_to_int64, page_hashes
-from refcache.oracle.target.base import CacheConfig, Target
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.naive_allocator import NaiveAllocator
 from refcache.oracle.view.tree import NodeView, TreeView
 from refcache.types import (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from refcache.errors import RefcacheError
-from refcache.oracle.target.base import CAPABILITIES, CacheConfig, Target
-from refcache.oracle.target.config import HiCacheConfig, HiCacheParts
+from refcache.oracle.target.base import CAPABILITIES, Target
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
 from refcache.oracle.target.ops import OPS, interpret_kernels
 from refcache.oracle.view.host import HostView, inspect_hiradix
 from refcache.oracle.view.tree import TreeView, inspect_radix

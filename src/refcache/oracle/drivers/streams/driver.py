@@ -28,7 +28,8 @@ from refcache.errors import NeverDone
 from refcache.oracle.drivers.streams.edges import edge
 from refcache.oracle.program.driver import Driver, step
 from refcache.oracle.rules.violation import Violation
-from refcache.oracle.target.base import CacheConfig, Target
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig
 from refcache.runtime import DeadIndex, RaceFound, SimulatedRuntime, Tracker, drawn
 from refcache.tags import greedy
 from refcache.types import ServerArgs

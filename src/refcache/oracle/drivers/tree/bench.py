@@ -22,7 +22,7 @@ from refcache.oracle.ledger.recording import RecordingAllocator
 from refcache.oracle.program.trial import Trial
 from refcache.oracle.rules.check import check_state
 from refcache.oracle.rules.events import EventReplay, TierEvents
-from refcache.oracle.target.base import CacheConfig
+from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.view.state import RequestView, State
 
 Shape = tuple[Any, ...]
