@@ -5,16 +5,31 @@ evictable), so an allocation that still fails is a fault of the tree or the allo
 of the loop: :class:`~refcache.errors.OutOfSlots`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from refcache.engine.req import Req
 from refcache.errors import InvalidArgument, OutOfSlots
 from refcache.types import EvictParams
 
-if TYPE_CHECKING:
-    from refcache.engine.req import Req
-    from refcache.engine.schedule_batch import ScheduleBatch
+
+class Batch(Protocol):
+    """What an allocation reads of a batch: a ``ScheduleBatch``."""
+
+    reqs: list[Req]
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    extend_num_tokens: int
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    req_pool_indices: torch.Tensor
+    tree_cache: Any
+    req_to_token_pool: Any
+
+    @property
+    def device(self) -> Any:
+        """Where its tensors are."""
 
 
 def evict_from_tree_cache(tree_cache: Any, num_tokens: int) -> None:
@@ -27,7 +42,7 @@ def evict_from_tree_cache(tree_cache: Any, num_tokens: int) -> None:
         tree_cache.evict(EvictParams(num_tokens=num_tokens))
 
 
-def _got(slots: torch.Tensor | None, what: str, tree_cache: Any) -> torch.Tensor:
+def _granted(slots: torch.Tensor | None, what: str, tree_cache: Any) -> torch.Tensor:
     if slots is None:
         raise OutOfSlots(
             f"{what}: {tree_cache.token_to_kv_pool_allocator.available_size()} tokens free and "
@@ -44,7 +59,7 @@ def alloc_token_slots(tree_cache: Any, num_tokens: int, backup_state: bool = Fal
     allocator = tree_cache.token_to_kv_pool_allocator
     evict_from_tree_cache(tree_cache, num_tokens)
     state = allocator.backup_state() if backup_state else None
-    slots = _got(allocator.alloc(num_tokens), f"alloc of {num_tokens} tokens", tree_cache)
+    slots = _granted(allocator.alloc(num_tokens), f"alloc of {num_tokens} tokens", tree_cache)
     return (slots, state) if backup_state else slots
 
 
@@ -68,7 +83,7 @@ def alloc_paged_token_slots_extend(
     slots = allocator.alloc_extend(
         prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens
     )
-    slots = _got(slots, f"alloc_extend of {extend_num_tokens} tokens", tree_cache)
+    slots = _granted(slots, f"alloc_extend of {extend_num_tokens} tokens", tree_cache)
     return (slots, state) if backup_state else slots
 
 
@@ -88,10 +103,10 @@ def alloc_paged_token_slots_decode(
     allocator = tree_cache.token_to_kv_pool_allocator
     evict_from_tree_cache(tree_cache, len(seq_lens_cpu) * allocator.page_size)
     slots = allocator.alloc_decode(seq_lens, seq_lens_cpu, last_loc)
-    return _got(slots, f"alloc_decode of {len(seq_lens_cpu)} tokens", tree_cache)
+    return _granted(slots, f"alloc_decode of {len(seq_lens_cpu)} tokens", tree_cache)
 
 
-def write_cache_indices(batch: "ScheduleBatch", out_cache_loc: torch.Tensor) -> None:
+def write_cache_indices(batch: Batch, out_cache_loc: torch.Tensor) -> None:
     """Write each request's row: the slots of its prefix, then its part of ``out_cache_loc``."""
     pool, start = batch.req_to_token_pool, 0
     for req, prefix, extend in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
@@ -102,7 +117,7 @@ def write_cache_indices(batch: "ScheduleBatch", out_cache_loc: torch.Tensor) -> 
         start += extend
 
 
-def alloc_for_extend(batch: "ScheduleBatch") -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def alloc_for_extend(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Rows and slots for a prefill batch, written to ``req_to_token``.
 
     Returns:
@@ -140,7 +155,7 @@ def _check_token_per_req(token_per_req: int) -> None:
         raise InvalidArgument(f"{token_per_req=}: expected 1, speculation is not modelled")
 
 
-def alloc_for_decode(batch: "ScheduleBatch", token_per_req: int = 1) -> torch.Tensor:
+def alloc_for_decode(batch: Batch, token_per_req: int = 1) -> torch.Tensor:
     """One slot a request for its token ``seq_lens[i] - 1``, written to ``req_to_token``; int64.
 
     Raises:
@@ -160,7 +175,7 @@ def alloc_for_decode(batch: "ScheduleBatch", token_per_req: int = 1) -> torch.Te
     return out_cache_loc
 
 
-def release_kv_cache(req: "Req", tree_cache: Any, is_insert: bool = True) -> None:
+def release_kv_cache(req: Req, tree_cache: Any, is_insert: bool = True) -> None:
     """Give up everything a request holds: KV to the tree (or free), lock, row.
 
     With ``is_insert`` false its private pages are freed, not cached.

@@ -11,7 +11,7 @@ models, hybrid pools.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +21,8 @@ from refcache.pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, ReqToToke
 from refcache.runtime import Runtime
 from refcache.types import ServerArgs, SpeculativeAlgorithm
 
-if TYPE_CHECKING:
-    from refcache.engine.model_runner import ModelRunner
-
-MakeAllocator = Callable[["ModelRunner"], Any]
+MakeAllocator = Callable[[Any], Any]
+"""Makes the allocator of a ``ModelRunner``, which it is given."""
 GB = 1 << 30
 
 KV_CACHE_DTYPES = {
@@ -135,7 +133,7 @@ class ModelRunnerKVCacheMixin:
             runtime=self.runtime,
         )
         self.token_to_kv_pool = self._make_kv_pool() if self.keep_kv else None
-        self.token_to_kv_pool_allocator = self.make_allocator(self)  # type: ignore[arg-type]
+        self.token_to_kv_pool_allocator = self.make_allocator(self)
 
     def _make_kv_pool(self) -> KVCache:
         config, args = self.model_config, self.server_args

@@ -1,14 +1,10 @@
 """``SchedulerObserver``: how a test, a replay or an oracle watches the serving loop."""
 
 import logging
-from typing import TYPE_CHECKING
 
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.errors import CopyFailed
-
-if TYPE_CHECKING:
-    from refcache.engine.scheduler import Scheduler
 
 
 class SchedulerObserver:
@@ -27,6 +23,3 @@ class SchedulerObserver:
         """A copy between the tiers failed; the loop goes on without it. Told once; by default
         logged."""
         logging.getLogger("refcache").warning("%s", error)
-
-    def on_step(self, scheduler: "Scheduler") -> None:
-        """An iteration of the loop is over."""

@@ -8,15 +8,12 @@ not processed, forgets the whole cache, and queues each request again with the o
 The controller leaves the copy engine alone from then on.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from refcache.errors import CopyFailed
 
-if TYPE_CHECKING:
-    from refcache.engine.scheduler import Scheduler
 
-
-def failed_copy(scheduler: "Scheduler") -> CopyFailed | None:
+def failed_copy(scheduler: Any) -> CopyFailed | None:
     """The copy that failed after it was started, if one has.
 
     Ask once the results at the head of the queue are there: a forward that has waited for a load
@@ -27,7 +24,7 @@ def failed_copy(scheduler: "Scheduler") -> CopyFailed | None:
     return failure
 
 
-def compute_again(scheduler: "Scheduler", failure: CopyFailed) -> None:
+def compute_again(scheduler: Any, failure: CopyFailed) -> None:
     """See the module docstring.
 
     Raises:

@@ -245,7 +245,6 @@ class Scheduler(SchedulerBatchingMixin):
             if batch is not None:
                 self.launch_batch_sample_if_needed(result)
             self.last_batch = batch
-        self.observer.on_step(self)
         return batch
 
     def _give_up_failed(self) -> bool:

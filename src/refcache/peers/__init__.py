@@ -5,6 +5,6 @@ one release.
 """
 
 from refcache.peers.engine import VERSIONS, Engine, load, unpacked
-from refcache.peers.sglang import peer_target
+from refcache.peers.named import peer_target
 
 __all__ = ["VERSIONS", "Engine", "load", "peer_target", "unpacked"]

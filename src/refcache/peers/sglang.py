@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from refcache.errors import InvalidArgument
 from refcache.keys import RadixKey
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import Target
@@ -18,7 +17,7 @@ from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCachePar
 from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.peers import guard, hicache
-from refcache.peers.engine import VERSIONS, Engine, load, unpacked
+from refcache.peers.engine import Engine, load
 
 CAPABILITIES = frozenset({"allocator", "tree", "inspect", "minimal_evict", "hicache"})
 VARIANTS = {
@@ -210,28 +209,3 @@ def _listed(req: Any) -> Any:
     for field in ("origin_input_ids", "output_ids", "fill_ids"):
         setattr(req, field, list(getattr(req, field)))
     return req
-
-
-def peer_target(spec: str) -> Target:
-    """The target named ``sglang``, ``sglang:VERSION`` or ``sglang:VERSION+VARIANT``.
-
-    Raises:
-        InvalidArgument: another form, or a release that the adapters do not know.
-        MissingExtra: the release is not unpacked.
-    """
-    engine, _, rest = spec.partition(":")
-    version, _, variant = rest.partition("+")
-    if not version:
-        version = (unpacked() or VERSIONS)[-1]
-    if engine != "sglang" or version not in VERSIONS or variant not in VARIANTS:
-        raise InvalidArgument(
-            f"target {spec!r}: expected sglang, sglang:VERSION or sglang:VERSION+VARIANT; VERSION "
-            f"one of {', '.join(VERSIONS)}, VARIANT one of {', '.join(filter(None, VARIANTS))}"
-        )
-    if variant == "rust" and version != "0.5.23":
-        raise InvalidArgument(f"target {spec!r}: sglang {version} has no Rust core; 0.5.23 has")
-    if version == "0.5.23":
-        from refcache.peers.unified import UnifiedTarget
-
-        return UnifiedTarget(version, variant)
-    return SglangTarget(version, variant)

@@ -7,14 +7,31 @@ They hold state; what happens to it is the machine's doing
 from collections import deque
 from collections.abc import Callable
 from queue import Empty
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from refcache.runtime.simulated.tracker import Access, Actor, Clock, Held, Touch, join
 
-if TYPE_CHECKING:
-    from refcache.runtime.simulated.machine import SimulatedRuntime
+
+class Machine(Protocol):
+    """What streams, events and host threads ask of their machine: each is a call of CUDA's on it.
+
+    ``host``: the host thread that is calling now.
+    """
+
+    host: "HostThread"
+
+    def current_stream(self) -> "SimulatedStream": ...
+    def Event(self) -> "SimulatedEvent": ...
+    def _capture(self, stream: "SimulatedStream") -> "Capture": ...
+    def _wait(self, stream: "SimulatedStream", capture: "Capture | None") -> None: ...
+    def _query(self, capture: "Capture | None") -> bool: ...
+    def _block(self, capture: "Capture | None") -> None: ...
+    def _keep(self, promise: Any, capture: "Capture") -> None: ...
+    def _yield(self, point: str, until: "Capture | None" = None) -> None: ...
+    def _submit(self, thread: Any, job: Callable[[], object]) -> None: ...
+    def _drain(self, thread: Any) -> None: ...
 
 
 class Launch:
@@ -82,7 +99,7 @@ class SimulatedStream(Actor):
         lanes: streams of the parts of this stream's launches, which run in any order.
     """
 
-    def __init__(self, machine: "SimulatedRuntime", index: int, name: str) -> None:
+    def __init__(self, machine: Machine, index: int, name: str) -> None:
         super().__init__(index, "stream", name)
         self.machine = machine
         self.lanes: list[SimulatedStream] = []
@@ -114,7 +131,7 @@ class SimulatedStream(Actor):
 class SimulatedEvent:
     """Holds the capture of its last record, if any."""
 
-    def __init__(self, machine: "SimulatedRuntime") -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.capture: Capture | None = None
 
@@ -151,7 +168,7 @@ class HostThread(Actor):
 class SimulatedThread:
     """A host thread whose jobs the machine runs when it picks them, each from start to end."""
 
-    def __init__(self, machine: "SimulatedRuntime", name: str) -> None:
+    def __init__(self, machine: Machine, name: str) -> None:
         self.machine = machine
         self.name = name
         self.jobs: deque[tuple[Callable[[], object], Clock]] = deque()
@@ -169,7 +186,7 @@ class SimulatedThread:
 class SimulatedLock:
     """Taking it comes after whatever its last holder did."""
 
-    def __init__(self, machine: "SimulatedRuntime") -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.clock: Clock = {}
 
@@ -183,7 +200,7 @@ class SimulatedLock:
 class SimulatedQueue:
     """A FIFO between host threads; getting an item comes after its ``put``."""
 
-    def __init__(self, machine: "SimulatedRuntime") -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.items: deque[tuple[Any, Clock]] = deque()
 
