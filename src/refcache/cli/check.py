@@ -64,7 +64,7 @@ def check(
         return _without_edge(target, without_edge)
     from refcache.oracle import resolve
     from refcache.oracle.planted import all_bugs, find
-    from refcache.oracle.program.exact import DEFAULT_PROFILE, check_profile
+    from refcache.oracle.target.config import DEFAULT_PROFILE, check_profile
     from refcache.testing import list_suites
     from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES
     from refcache.testing.xfails import Xfails, read_xfails

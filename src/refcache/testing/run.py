@@ -17,9 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Driver, Target, Violation, resolve
 from refcache.oracle.planted import PlantedBug, active_bugs
-from refcache.oracle.program.exact import check_profile
 from refcache.oracle.program.shrink import shrink as shrunk
 from refcache.oracle.rules.violation import without_rules
+from refcache.oracle.target.config import check_profile
 from refcache.testing.draws import without_local_constants
 from refcache.testing.machines.base import DriverMachine, Tally, machine_for
 from refcache.testing.registry import EXACT, SUITES

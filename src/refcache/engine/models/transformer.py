@@ -31,7 +31,7 @@ from refcache.runtime import Region, Runtime
 from refcache.tags import as_tensor, namespace_tag
 
 if TYPE_CHECKING:
-    from refcache.engine.model_runner import ModelRunner
+    from refcache.engine.model_runner_kv_cache_mixin import ModelRunnerKVCacheMixin
 
 Draw = Callable[..., torch.Tensor]
 OnLogits = Callable[[ModelWorkerBatch, torch.Tensor], None]
@@ -296,7 +296,7 @@ class Transformer:
 
 
 def make_transformer(
-    runner: "ModelRunner",
+    runner: "ModelRunnerKVCacheMixin",
     num_attention_heads: int,
     seed: int = 0,
     on_logits: OnLogits | None = None,

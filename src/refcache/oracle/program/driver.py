@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
-from refcache.oracle.program.exact import PROFILES, difference, on_the_reference
+from refcache.oracle.program.exact import difference, on_the_reference
 from refcache.oracle.program.trial import Trial
 from refcache.oracle.rules.violation import Violation, switched_off
 from refcache.oracle.target.base import Target
-from refcache.oracle.target.config import CacheConfig
+from refcache.oracle.target.config import PROFILES, CacheConfig
 from refcache.oracle.target.resolve import resolve
 
 P = ParamSpec("P")

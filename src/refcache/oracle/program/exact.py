@@ -10,23 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from refcache.errors import UnknownName
-
-PROFILES = {"sglang-0.5.10": "refcache"}
-"""Name of a profile -> the target that defines it."""
-DEFAULT_PROFILE = "sglang-0.5.10"
-
-
-def check_profile(name: str) -> None:
-    """Refuse what names no profile.
-
-    Raises:
-        UnknownName: with the names that there are.
-    """
-    if name not in PROFILES:
-        raise UnknownName("profile", name, PROFILES)
-
-
 _turns = 0
 
 

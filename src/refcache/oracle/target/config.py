@@ -3,8 +3,21 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from refcache.errors import InvalidArgument
-from refcache.oracle.program.exact import check_profile
+from refcache.errors import InvalidArgument, UnknownName
+
+PROFILES = {"sglang-0.5.10": "refcache"}
+"""Name of a profile -> the target that defines it."""
+DEFAULT_PROFILE = "sglang-0.5.10"
+
+
+def check_profile(name: str) -> None:
+    """Refuse what names no profile.
+
+    Raises:
+        UnknownName: with the names that there are.
+    """
+    if name not in PROFILES:
+        raise UnknownName("profile", name, PROFILES)
 
 
 @dataclass(frozen=True)

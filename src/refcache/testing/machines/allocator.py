@@ -7,7 +7,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from refcache.oracle import AllocatorDriver
 from refcache.oracle.drivers.misuse import AllocatorMisuseDriver
-from refcache.oracle.program.exact import DEFAULT_PROFILE
+from refcache.oracle.target.config import DEFAULT_PROFILE
 from refcache.testing.machines.base import DriverMachine
 from refcache.testing.machines.strategies import (
     allocator_configs,

@@ -1,1 +1,4 @@
-"""Two tiers: the steps (``driver``), the calls and checks (``bench``), the bytes (``content``)."""
+"""Two tiers: the steps (``driver``), the calls and checks (``bench``), the bytes (``content``).
+
+``forwards`` launches what computes them.
+"""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from refcache.oracle.drivers.hicache.content import HostContent
+from refcache.oracle.drivers.hicache.forwards import LaunchedForwards
 from refcache.oracle.drivers.tree.bench import EvictionTerms, TreeBench
-from refcache.oracle.drivers.tree.forwards import LaunchedForwards
 from refcache.oracle.ledger.ledger import Prefix
 from refcache.oracle.ledger.recording import RecordingAllocator
 from refcache.oracle.rules.events import TierEvents
