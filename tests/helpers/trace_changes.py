@@ -13,7 +13,7 @@ import msgspec
 import refcache
 from refcache.oracle import HiCacheDriver, TreeDriver
 from refcache.trace import format as f
-from refcache.trace.events import BlockRemoved
+from refcache.trace.events.kinds import BlockRemoved
 from refcache.trace.judge import Judge, judge_lines
 
 PAGE = 2

@@ -152,7 +152,7 @@ def test_the_state_suite_is_silent_on_correct_code(policy: str, part: int) -> No
 CORES = """
 import sys
 from refcache.oracle import HiCacheDriver, Violation, resolve
-from refcache.peers import cores
+from refcache.peers.unified.target import cores
 target = resolve("sglang:0.5.23+rust")
 d = HiCacheDriver(target, size=16, host_size=40)
 core = d.tree.tree_core

@@ -3,7 +3,7 @@
 import pytest
 
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
-from refcache.engine.models.config import get_attention_tp_size
+from refcache.engine.model_config import get_attention_tp_size
 from refcache.errors import InvalidArgument
 from refcache.oracle import Violation
 from refcache.oracle.drivers.ranks.group import RankGroup

@@ -1,8 +1,8 @@
 """The serving loop: ModelRunner, Scheduler and what they are made of, with a stand-in model."""
 
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import ModelRunner
-from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import (
     ContentViolation,
     RowCheck,

@@ -8,7 +8,7 @@ whole pages are cached after each, so that others can use them.
 from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
-from refcache.engine.models.config import ModelConfig
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.output_processor import SchedulerOutputProcessorMixin
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch

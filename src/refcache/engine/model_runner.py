@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner_kv_cache_mixin import (
     MakeAllocator,
     MemoryPoolConfig,
@@ -17,7 +18,6 @@ from refcache.engine.model_runner_kv_cache_mixin import (
     get_available_gpu_memory,
 )
 from refcache.engine.models.attention import AttentionBackend
-from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import ReadPlan, RowCheck, TagLedger
 from refcache.engine.models.model import TagModel
 from refcache.engine.schedule_batch import ModelWorkerBatch

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from refcache.engine.models.config import ModelConfig, get_attention_tp_size
+from refcache.engine.model_config import ModelConfig, get_attention_tp_size
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from refcache.runtime import Runtime

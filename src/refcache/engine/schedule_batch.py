@@ -24,7 +24,7 @@ from refcache.engine.alloc import (
     evict_from_tree_cache,
     release_kv_cache,
 )
-from refcache.engine.models.config import ModelConfig
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.req import Req
 from refcache.runtime import ImmediateRuntime, Runtime
 from refcache.tags import as_tensor

@@ -25,6 +25,7 @@ from refcache.engine import recovery
 from refcache.engine.batching import SchedulerBatchingMixin
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import (
     MakeAllocator,
     MakeModel,
@@ -32,7 +33,6 @@ from refcache.engine.model_runner import (
     make_allocator,
     make_model,
 )
-from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import RowCheck
 from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, Req, ReqTimeStats

@@ -4,7 +4,7 @@ from refcache.errors import InvalidArgument
 from refcache.oracle.target.base import Target
 from refcache.peers.engine import VERSIONS, unpacked
 from refcache.peers.sglang import VARIANTS, SglangTarget
-from refcache.peers.unified import UnifiedTarget
+from refcache.peers.unified.target import UnifiedTarget
 
 
 def peer_target(spec: str) -> Target:

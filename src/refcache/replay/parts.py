@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import ModelRunner
-from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import (
     ReadPlan,
     RowCheck,

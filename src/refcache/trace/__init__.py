@@ -6,12 +6,12 @@ smallest part of it that still shows it. :func:`judge_events` does the first for
 events, and :func:`judge_file` tells the two apart.
 """
 
-from refcache.trace.event_stream import judge_events
+from refcache.trace.events.shrink import shrink_events
+from refcache.trace.events.stream import judge_events
 from refcache.trace.file import is_recorded
 from refcache.trace.judge import judge_file, judge_lines, judge_trace
 from refcache.trace.record import Recorder, record
 from refcache.trace.shrink import shrink_lines, shrink_trace
-from refcache.trace.shrink_events import shrink_events
 from refcache.trace.verdict import TraceVerdict
 
 __all__ = [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from refcache.trace import format as f
-from refcache.trace.events import event_of
+from refcache.trace.events.kinds import event_of
 
 Steps = Generator[f.AnyCall, Any, None]
 Capture = Callable[..., Steps]

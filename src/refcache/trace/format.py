@@ -16,7 +16,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from refcache.trace.events import KVEvent
+from refcache.trace.events.kinds import KVEvent
 
 FORMAT = "refcache-trace"
 VERSION = 1

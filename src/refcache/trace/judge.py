@@ -15,10 +15,10 @@ from pathlib import Path
 from refcache.oracle.ledger.ledger import Freed
 from refcache.oracle.rules.violation import Violation
 from refcache.trace import format as f
-from refcache.trace.event_stream import judge_events
+from refcache.trace.events.residency import DEVICE
+from refcache.trace.events.stream import judge_events
 from refcache.trace.file import TraceReader, is_recorded
 from refcache.trace.host_rules import HostRules
-from refcache.trace.kv_events import DEVICE
 from refcache.trace.model import show
 from refcache.trace.pool_rules import PoolRules
 from refcache.trace.rules import Undecidable, op_of

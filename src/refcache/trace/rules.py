@@ -9,7 +9,7 @@ from typing import Any, get_args
 from refcache.oracle.ledger.ledger import Prefix
 from refcache.oracle.rules.violation import Violation
 from refcache.trace import format as f
-from refcache.trace.kv_events import Residency
+from refcache.trace.events.residency import Residency
 from refcache.trace.model import History, show
 
 SHOWN_PAGES = 4

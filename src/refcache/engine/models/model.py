@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.attention import AttentionBackend, ForwardMetadata, RadixAttention
-from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import RowCheck, TagLedger
 from refcache.engine.schedule_batch import ModelWorkerBatch
 from refcache.errors import InvalidArgument

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.attention import AttentionBackend, ForwardMetadata, RadixAttention
-from refcache.engine.models.config import ModelConfig
 from refcache.engine.models.content import read_every_row
 from refcache.engine.models.transformer_math import attend, linear, rms_norm, rope, rope_table
 from refcache.engine.schedule_batch import ModelWorkerBatch

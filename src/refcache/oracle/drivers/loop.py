@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
-from refcache.engine.models.config import ModelConfig
+from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.content import RowCheck
 from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req

@@ -2,7 +2,7 @@
 
 Handles are node numbers, as the release's own callers have them. With the Rust core, whose nodes
 are not to be seen, the nodes are those of the Python core beside it
-(:mod:`refcache.peers.cores`), which has given the same answers so far.
+(:mod:`refcache.peers.unified.cores`), which has given the same answers so far.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """The KV events of a recorded trace, replayed: what is resident on each medium.
 
-Streams of events without calls are judged by :mod:`refcache.trace.event_stream`.
+Streams of events without calls are judged by :mod:`refcache.trace.events.stream`.
 """
 
 from refcache.oracle.rules.events import EventReplay
-from refcache.trace.events import AllBlocksCleared, KVEvent
+from refcache.trace.events.kinds import AllBlocksCleared, KVEvent
 
 DEVICE = "GPU"
 

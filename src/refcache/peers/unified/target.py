@@ -1,7 +1,7 @@
 """SGLang's unified radix tree on trial (0.5.23), with its Python core or its Rust core.
 
 From this release on requests keep their KV in a record, locks are receipts, and a request is
-cached by ``checkpoint``; :mod:`refcache.peers.unified_calls` translates the calls that the
+cached by ``checkpoint``; :mod:`refcache.peers.unified.calls` translates the calls that the
 suites make, and decides nothing. What a request gives back goes through the release's own
 ``release_kv_cache``.
 """
@@ -13,9 +13,11 @@ from typing import Any
 from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
 from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView
-from refcache.peers import cores, unified_hicache, unified_view
 from refcache.peers.sglang import SglangTarget, readable, stop_watching
-from refcache.peers.unified_calls import (
+from refcache.peers.unified import cores
+from refcache.peers.unified import hicache as unified_hicache
+from refcache.peers.unified import view as unified_view
+from refcache.peers.unified.calls import (
     Segments,
     insert_params,
     load_back_params,

@@ -16,7 +16,7 @@ from refcache.errors import InvalidArgument, InvalidTrace
 from refcache.oracle.rules.violation import Violation
 from refcache.readers.block_event import BlockEvent, EventBatch, Hash
 from refcache.readers.events import read_events
-from refcache.trace.event_stream import LIBERTIES, Announced, judge_batches
+from refcache.trace.events.stream import LIBERTIES, Announced, judge_batches
 from refcache.trace.verdict import TraceVerdict
 
 

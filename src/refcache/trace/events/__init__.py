@@ -1,0 +1,1 @@
+"""KV events: as data (``kinds``), what is resident after them, streams judged and shrunk."""
