@@ -92,8 +92,8 @@ def page() -> str:
         "refcache follows a walk-through of SGLang's HiCache (578 lines, Chinese, with quoted\n"
         "code). This page answers it in its own order. Read the document in one window and this\n"
         "page in the other: each entry has the lines, whether it is so here, what the document\n"
-        "says in our words, where it is (paths without the leading `refcache.`), and the tests that\n"
-        "show it (below `tests/`). To go from a name to its line and place, use the\n"
+        "says in our words, where it is (paths without the leading `refcache.`), and the tests\n"
+        "that show it (below `tests/`). To go from a name to its line and place, use the\n"
         "[source map](source_map.md); for what differs, look for **differs** on this page.\n",
         markdown_table(
             ["mark", "items", "means"],
