@@ -101,6 +101,8 @@ class RadixKey:
     def __getitem__(self, index: slice) -> "RadixKey": ...
     def __getitem__(self, index: int | slice) -> "RadixKey":
         if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"element {index} of a key of {len(self)}")
             index = slice(index, index + 1 or None)
         start, stop, step = index.indices(len(self))
         if step != 1:

@@ -1,5 +1,7 @@
 """A call that fails inside leaves nothing behind; a copy that fails is computed instead."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -361,3 +363,84 @@ def test_a_write_of_what_is_not_there_to_write_is_refused():
     with pytest.raises(ForeignNode):
         tree.write_backup(match.last_host_node)
     assert free_host(d) == 9
+
+
+# ---- errors have names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_bigram", [False, True])
+def test_an_element_that_a_key_does_not_have_is_an_index_error(is_bigram):
+    key = RadixKey([1, 2, 3, 4], "space", is_bigram)
+    for index in range(-len(key), len(key)):
+        assert list(key[index]) == [list(key)[index]]
+        assert key[index].extra_key == "space"
+    for index in (len(key), 10, -len(key) - 1, -10):
+        with pytest.raises(IndexError):
+            key[index]
+
+
+def test_a_batch_that_has_not_run_is_refused():
+    scheduler = loop(Failures())
+    batch = scheduler._new_batch([])
+    with pytest.raises(InvalidArgument, match="has not run"):
+        batch.prepare_for_decode()
+    with pytest.raises(InvalidArgument, match="has not run"):
+        batch.merge_batch(batch)
+    assert batch.reqs == []
+
+
+# ---- a step of the loop that raises ------------------------------------------------------------
+
+
+def test_what_comes_after_a_request_that_is_refused_is_served():
+    scheduler = loop(Failures())
+    for rid in ("a", "a", "b"):
+        scheduler.submit(TokenizedGenerateReqInput(rid, [0, 1, 2], SamplingParams(2)))
+    with pytest.raises(InvalidArgument, match="rid 'a'"):
+        scheduler.step()
+    while not scheduler.is_idle():
+        scheduler.step()
+    assert [r.rid for r in scheduler.finished_reqs] == ["a", "b"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "tp_worker.forward_batch_generation",
+        "tree_cache.cache_unfinished_req",
+        "tree_cache.cache_finished_req",
+        "token_to_kv_pool_allocator.alloc",
+        "req_to_token_pool.write",
+        "req_to_token_pool.free",
+        "runtime.launch",
+    ],
+)
+def test_a_step_that_raises_makes_its_requests_wait_again(overlap, inner, monkeypatch):
+    for nth in range(4):
+        scheduler = loop(Failures(), overlap=overlap, chunk=4)
+        owner, name = inner.split(".")
+        original, calls = getattr(getattr(scheduler, owner), name), []
+
+        def broken(*args, original=original, calls=calls, nth=nth, **kwargs):
+            calls.append(0)
+            if len(calls) == nth + 1:
+                raise FAULT
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(getattr(scheduler, owner), name, broken)
+        prompts = {"a": [0, 1, 2, 0, 1, 2, 2], "b": [1, 1, 1], "c": [0, 1, 2, 0, 1]}
+        for rid, tokens in prompts.items():
+            scheduler.submit(TokenizedGenerateReqInput(rid, tokens, SamplingParams(3)))
+        raised = 0
+        while not scheduler.is_idle():
+            with suppress(type(FAULT)):
+                scheduler.step()
+                continue
+            raised += 1
+            assert scheduler.token_to_kv_pool_allocator.available_size() == 24
+        assert raised == (len(calls) > nth)
+        for req in scheduler.finished_reqs:
+            assert list(req.output_ids) == greedy(prompts[req.rid], 3, 3)
+        assert len(scheduler.finished_reqs) == 3
+        all_is_free(scheduler)

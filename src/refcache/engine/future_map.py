@@ -41,8 +41,7 @@ class FutureMap:
         self, future_indices: FutureIndices, batch_result: GenerationBatchResult
     ) -> None:
         """Launch the store of the tokens that a forward makes."""
-        entries, next_token_ids = future_indices.indices, batch_result.next_token_ids
-        assert next_token_ids is not None
+        entries, next_token_ids = future_indices.indices, batch_result.sampled()
 
         def run() -> None:
             self.token_ids_buf[entries] = next_token_ids

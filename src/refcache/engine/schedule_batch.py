@@ -26,6 +26,7 @@ from refcache.engine.alloc import (
 )
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.req import Req
+from refcache.errors import InvalidArgument
 from refcache.runtime import ImmediateRuntime, Runtime
 from refcache.tags import as_tensor
 from refcache.types import ServerArgs, SpeculativeAlgorithm
@@ -216,11 +217,11 @@ class ScheduleBatch:
 
         Raises:
             OutOfSlots: ``check_decode_mem`` was not asked, or the tree misreports.
+            InvalidArgument: the batch has not run since it was prepared.
         """
-        assert self.output_ids is not None
+        self.input_ids, self.output_ids = self._has_run(), None
         self.forward_mode = ForwardMode.DECODE
         self.hicache_consumer_index = -1
-        self.input_ids, self.output_ids = self.output_ids, None
         self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.seq_lens = self.seq_lens_cpu.to(self.device)
         self.out_cache_loc = alloc_for_decode(self)
@@ -277,14 +278,23 @@ class ScheduleBatch:
             self.output_ids = self.output_ids[keep]
 
     def merge_batch(self, other: "ScheduleBatch") -> None:
-        """Add the requests of ``other``; both have run and not been prepared again."""
-        assert self.output_ids is not None
-        assert other.output_ids is not None
+        """Add the requests of ``other``; both have run and not been prepared again.
+
+        Raises:
+            InvalidArgument: one of them has not.
+        """
+        output_ids = torch.cat([self._has_run(), other._has_run()])
         self.reqs = self.reqs + other.reqs
         self.req_pool_indices = torch.cat([self.req_pool_indices, other.req_pool_indices])
         self.seq_lens = torch.cat([self.seq_lens, other.seq_lens])
         self.seq_lens_cpu = torch.cat([self.seq_lens_cpu, other.seq_lens_cpu])
-        self.output_ids = torch.cat([self.output_ids, other.output_ids])
+        self.output_ids = output_ids
+
+    def _has_run(self) -> torch.Tensor:
+        """The outputs of the last step."""
+        if self.output_ids is None:
+            raise InvalidArgument("a batch that has not run: expected its outputs")
+        return self.output_ids
 
     # ---- memory for the next decode ------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from refcache.engine.queue_policy import CacheAgnosticPolicy as CacheAgnosticPol
 from refcache.engine.queue_policy import CacheAwarePolicy as CacheAwarePolicy
 from refcache.engine.queue_policy import SchedulePolicy as SchedulePolicy
 from refcache.engine.req import Req
-from refcache.errors import refuse_unmodelled
+from refcache.errors import InvalidArgument, refuse_unmodelled
 from refcache.types import InitLoadBackParams, ServerArgs
 
 CLIP_MAX_NEW_TOKENS = 4096  # outputs of one request that a budget reserves at most
@@ -146,8 +146,12 @@ class PrefillAdder:
 
         Returns:
             The request when its prompt is still not done, else None.
+
+        Raises:
+            InvalidArgument: the adder cuts no prompts.
         """
-        assert self.rem_chunk_tokens is not None
+        if self.rem_chunk_tokens is None:
+            raise InvalidArgument("add_chunked_req: expected an adder with rem_chunk_tokens")
         room = min(self.rem_chunk_tokens, int(self.rem_total_tokens))
         if room <= 0:  # all is reserved for outputs: take what is free now
             room = min(self.rem_chunk_tokens, self.cur_rem_tokens)

@@ -226,25 +226,39 @@ class Scheduler(SchedulerBatchingMixin):
             self.step()
 
     def step(self) -> ScheduleBatch | None:
-        """One iteration of the loop; the batch it launched, if any."""
+        """One iteration of the loop; the batch it launched, if any.
+
+        A step that raises (whatever came up inside it) has made every request that was running
+        wait again, with the outputs it had, and the cache is empty; the next step goes on. With
+        several ranks, which know nothing of it, the scheduler cannot go on.
+        """
         with self.runtime.stream(self.schedule_stream):
             self.process_input_requests(self.recv_requests())
-            batch = self.cur_batch = self.get_next_batch_to_run()
-            if batch is not None:
-                self.observer.on_batch(batch)
-                result = self.run_batch(batch)
-                self.result_queue.append((batch.copy(), result))
-            elif self.is_idle():
-                self.new_token_ratio = self.init_new_token_ratio
-            behind = 1 if self.enable_overlap and batch is not None else 0
-            while len(self.result_queue) > behind:
-                if self.enable_hierarchical_cache and self._give_up_failed():
-                    batch = None
-                    break
-                self.process_batch_result(*self.result_queue.popleft())
-            if batch is not None:
-                self.launch_batch_sample_if_needed(result)
+            try:
+                batch = self._step()
+            except Exception as error:
+                recovery.compute_again(self, error)
+                raise
             self.last_batch = batch
+        return batch
+
+    def _step(self) -> ScheduleBatch | None:
+        """Choose a batch, launch it, process what is due; the batch, unless it is given up."""
+        batch = self.cur_batch = self.get_next_batch_to_run()
+        if batch is not None:
+            self.observer.on_batch(batch)
+            result = self.run_batch(batch)
+            self.result_queue.append((batch.copy(), result))
+        elif self.is_idle():
+            self.new_token_ratio = self.init_new_token_ratio
+        behind = 1 if self.enable_overlap and batch is not None else 0
+        while len(self.result_queue) > behind:
+            if self.enable_hierarchical_cache and self._give_up_failed():
+                batch = None
+                break
+            self.process_batch_result(*self.result_queue.popleft())
+        if batch is not None:
+            self.launch_batch_sample_if_needed(result)
         return batch
 
     def _give_up_failed(self) -> bool:
@@ -273,11 +287,17 @@ class Scheduler(SchedulerBatchingMixin):
         return received
 
     def process_input_requests(self, recv_reqs: list[TokenizedGenerateReqInput | AbortReq]) -> None:
-        for request in recv_reqs:
-            if isinstance(request, AbortReq):
-                self.abort_request(request)
-            else:
-                self.handle_generate_request(request)
+        """Take them one by one; what comes after one that is refused waits for the next step."""
+        left = deque(recv_reqs)
+        try:
+            while left:
+                request = left.popleft()
+                if isinstance(request, AbortReq):
+                    self.abort_request(request)
+                else:
+                    self.handle_generate_request(request)
+        finally:
+            self.inbox.extendleft(reversed(left))
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         """Make a ``Req`` and queue it; one that can never fit ends at once, refused.

@@ -39,6 +39,18 @@ class GenerationBatchResult:
             self.next_token_ids = self.delay_sample_func()
             self.delay_sample_func = None
 
+    def sampled(self) -> torch.Tensor:
+        """The tokens, as a tensor; the host does not wait.
+
+        Raises:
+            InvalidArgument: they have not been sampled.
+        """
+        if self.next_token_ids is None:
+            raise InvalidArgument(
+                "tokens of a result that was not sampled: expected sample() first"
+            )
+        return self.next_token_ids
+
     def copy_to_cpu(self, return_logprob: bool = False) -> None:
         """Launch the copy to the host on the current stream, and record ``copy_done`` after it.
 
@@ -47,9 +59,9 @@ class GenerationBatchResult:
         """
         if return_logprob:
             raise InvalidArgument("copy_to_cpu(return_logprob=True): expected False")
-        assert self.next_token_ids is not None
-        on_host = torch.empty_like(self.next_token_ids, device="cpu")
-        self.runtime.d2h(on_host, self.next_token_ids, pinned=True)
+        made = self.sampled()
+        on_host = torch.empty_like(made, device="cpu")
+        self.runtime.d2h(on_host, made, pinned=True)
         self.next_token_ids = on_host
         if self.copy_done is None:
             self.copy_done = self.runtime.Event()
@@ -65,8 +77,7 @@ class GenerationBatchResult:
     def tokens(self) -> list[int]:
         """The tokens; the host waits for them."""
         self.wait()
-        made = self.next_token_ids
-        assert made is not None
+        made = self.sampled()
         tokens: list[int] = []
         self.runtime.host_access(
             "read_tokens",
