@@ -42,7 +42,7 @@ def test_a_limit_says_how_far_it_came() -> None:
     found = explored(SCOPES["tree.lru"], REFERENCE, Limits(depth=1))
     assert found.depth == 1
     assert found.left > 0
-    assert "every program of 1 steps" in str(found)
+    assert "every program of 1 moves" in str(found)
     assert f"{found.left} states left" in str(found)
     assert not found.complete
 
@@ -268,3 +268,11 @@ def test_scopes_are_found_by_part_and_name() -> None:
     assert [scope.name for scope in select("tree.lru")] == ["tree.lru"]
     with pytest.raises(UnknownName, match=r"tree\.lru"):
         select("tree.none")
+
+
+def test_two_tiers_with_copies_in_flight() -> None:
+    found = explored(SCOPES["hicache.write_back"], REFERENCE, Limits(depth=1))
+    assert (found.failing, found.parted, found.copied) == (None, "", True)
+    with find("host-leaf-with-children").active():
+        found = explored(SCOPES["hicache.write_through"], REFERENCE, Limits(programs=3000))
+    assert found.failing is not None

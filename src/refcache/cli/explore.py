@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from refcache.cli.console import prints_on_stderr, status
-from refcache.errors import InvalidArgument
+from refcache.errors import InvalidArgument, UnknownName
 
 
 def explore(
@@ -32,6 +32,10 @@ def explore(
     planted: Annotated[
         str | None, typer.Option(help="Switch one planted bug on: what a failure looks like.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave a rule unchecked, to see what it hides; repeatable."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> int:
     """Try every step from every state at a tiny size; states that differ in names are one.
@@ -39,7 +43,7 @@ def explore(
     The first program that fails is the shortest that there is. Says what was explored: all, or how
     deep and how many states are left.
     """
-    from refcache.oracle import resolve
+    from refcache.oracle import SENTENCES, resolve
     from refcache.oracle.explore import SCOPES, Limits, select
     from refcache.oracle.planted import find
     from refcache.testing.exploration import Task, failure_of
@@ -54,6 +58,9 @@ def explore(
         find(planted)
         if target != "refcache":
             raise InvalidArgument(f"--planted with {target}: it is the reference that is patched")
+    for rule in without or ():
+        if rule not in SENTENCES:
+            raise UnknownName("rule", rule, SENTENCES)
     wanted: list[str | None] = [*scope] if scope else [None]
     chosen = list(dict.fromkeys(one.name for part in wanted for one in select(part)))
     with prints_on_stderr():
@@ -66,7 +73,7 @@ def explore(
             verdicts.append({"scope": name, "verdict": "skipped"})
             _say(as_json, f"{name:<20} skipped: the target lacks {', '.join(lacking)}")
             continue
-        task = Task(name, target, planted)
+        task = Task(name, target, planted, tuple(without or ()))
         journal = None if folder is None else folder / f"{name}.jsonl"
         with status(name) as shown, prints_on_stderr():
             for state in explored(task, limits=limits, workers=workers, journal=journal):

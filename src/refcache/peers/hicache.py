@@ -174,6 +174,7 @@ def inspect_host(tree: Any, view: TreeView) -> HostView:
         free=host.free_slots,
         transfers=tuple(transfers),
         leaves=frozenset(tree.evictable_host_leaves),
+        waiting=len(controller.load_queue),
         nodes={
             n.handle: HostNodeView(
                 n.handle.host_ref_counter + uses.get(n.handle, 0), n.handle.hit_count

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -28,24 +28,30 @@ from refcache.oracle.explore.search import (
     expansions,
     goes_on,
 )
-from refcache.oracle.planted import find, plant
+from refcache.oracle.planted import find
 from refcache.oracle.program.driver import Call
+from refcache.oracle.rules.violation import without_rules
 from refcache.testing.processes import begin, starting
 from refcache.testing.run import Failure, explain
 
 
 class Task(NamedTuple):
-    """What is explored: a scope of a target, perhaps with a planted bug."""
+    """What is explored: a scope of a target, perhaps with a planted bug, or without some rules."""
 
     scope: str
     target: str
     planted: str | None = None
+    without: tuple[str, ...] = ()
 
     def searcher(self) -> Searcher:
         return Searcher(SCOPES[self.scope], resolve(self.target))
 
-    def planting(self) -> AbstractContextManager[object]:
-        return find(self.planted).active() if self.planted else nullcontext()
+    @contextmanager
+    def conditions(self) -> Iterator[None]:
+        """In the block the bug is planted and the rules are switched off."""
+        bug = find(self.planted).active() if self.planted else nullcontext()
+        with bug, without_rules(*self.without):
+            yield
 
 
 def explore(
@@ -63,7 +69,7 @@ def explore(
     """
     if workers < 1:
         raise InvalidArgument(f"{workers=}: expected at least 1")
-    with task.planting(), ExitStack() as stack:
+    with task.conditions(), ExitStack() as stack:
         searcher, state = task.searcher(), Search(SCOPES[task.scope])
         state.begin(searcher)
         book = None
@@ -113,12 +119,12 @@ def _in_processes(task: Task, state: Search, limits: Limits, workers: int) -> It
 
 
 _SEARCHER: list[Searcher] = []
+_CONDITIONS = ExitStack()  # of a worker, for as long as it lives
 
 
 def _begin(task: Task) -> None:
     begin()
-    if task.planted is not None:
-        plant(task.planted)
+    _CONDITIONS.enter_context(task.conditions())
     _SEARCHER.append(task.searcher())
 
 
@@ -147,7 +153,7 @@ def failure_of(task: Task, state: Search) -> Failure:
         sentence = SENTENCES["crash"]
         return Failure("crash", sentence, evidence, (), f"crash: {evidence}\n  rule: {sentence}")
     driver: Driver | None = None
-    with task.planting():
+    with task.conditions():
         try:
             driver = SCOPES[task.scope].start(resolve(task.target))
             for name, args in program:

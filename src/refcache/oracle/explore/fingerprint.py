@@ -19,6 +19,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from refcache.oracle.drivers.allocator import AllocatorDriver
+from refcache.oracle.drivers.hicache.bench import HITS_UNTIL_WRITTEN
+from refcache.oracle.drivers.hicache.driver import HiCacheDriver
 from refcache.oracle.drivers.tree.driver import TreeDriver
 from refcache.oracle.program.driver import Call, Driver
 from refcache.oracle.view.tree import NodeView
@@ -143,12 +145,36 @@ def in_order(nodes: Iterable[NodeView], clock: str) -> tuple[list[int], bool]:
 
 def tree_state(driver: TreeDriver, names: Names) -> tuple[Any, bool]:
     """Requests in their order, nodes in that of the eviction strategy, holds, the free lists."""
-    return _tree_state(driver, names, lambda node, names: ())
+    state, whole, _ = _tree_state(driver, names, lambda node, names: ())
+    return state, whole
+
+
+def hicache_state(driver: HiCacheDriver, names: Names) -> tuple[Any, bool]:
+    """Both tiers: also host slots, visits up to the threshold, copies in flight in their order,
+    what waits on the machine, and the loads that nobody has waited for yet."""
+    bench, size = driver.bench, driver.config.page_size
+    threshold = HITS_UNTIL_WRITTEN[driver.config.write_policy] or 0
+    host = bench.host()
+
+    def more(node: NodeView, names: Names) -> tuple[Any, ...]:
+        slots = None if node.host is None else names.host_slots(node.host.tolist(), size)
+        seen = host.nodes[node.handle]
+        return slots, seen.host_ref, _upto(seen.hit_count, threshold)
+
+    state, whole, place = _tree_state(driver, names, more)
+    copies = tuple(
+        (t.kind, tuple(place.get(handle, -1) for handle in t.handles)) for t in host.transfers
+    )
+    forwards = (bench.forwards.consumer >= 0, bench.forwards.loads)
+    free = names.host_slots(host.free.tolist(), size)
+    machine = tuple(driver.machine.pending())
+    whole &= host.waiting is not None
+    return (*state, copies, host.waiting, forwards, machine, free, bench.no_room), whole
 
 
 def _tree_state(
     driver: TreeDriver, names: Names, more: Callable[[NodeView, Names], tuple[Any, ...]]
-) -> tuple[Any, bool]:
+) -> tuple[tuple[Any, ...], bool, dict[Any, int]]:
     size, order = driver.config.page_size, ORDERS[driver.config.eviction_policy]
     state = driver.bench.state()
     nodes = state.view.nodes
@@ -191,7 +217,7 @@ def _tree_state(
         )
     holds = tuple(place.get(handle, -1) for handle, _ in driver.holds)
     lists, known = _lists(driver, driver.allocator, names)
-    return (requests, tuple(shown), holds, lists), whole and known
+    return (requests, tuple(shown), holds, lists), whole and known, place
 
 
 def _upto(hits: int | None, most: int) -> int:
@@ -207,10 +233,18 @@ def beyond(driver: Driver) -> bool:
 
 
 State = Callable[[Any, Names], tuple[Any, bool]]
-STATES: dict[type[Driver], State] = {AllocatorDriver: allocator_state, TreeDriver: tree_state}
+STATES: dict[type[Driver], State] = {
+    AllocatorDriver: allocator_state,
+    HiCacheDriver: hicache_state,
+    TreeDriver: tree_state,
+}
 
 
 # ---- the same step in another state --------------------------------------------------------------
+
+
+Move = tuple[Call, ...]
+"""What is made at once: one step, or a few that seldom make sense alone."""
 
 
 class Vocabulary(NamedTuple):
@@ -220,21 +254,23 @@ class Vocabulary(NamedTuple):
     spaces: tuple[str, ...]
 
 
-def translated(driver: Driver, call: Call, mine: Names, theirs: Names, all_: Vocabulary) -> Call:
-    """``call``, made in a state with names ``mine``, for the state with names ``theirs``."""
+def translated(driver: Driver, move: Move, mine: Names, theirs: Names, all_: Vocabulary) -> Move:
+    """``move``, made in a state with names ``mine``, for the state with names ``theirs``."""
     tokens = _bijection(mine.tokens, theirs.tokens, all_.tokens)
     spaces = _bijection(mine.spaces, theirs.spaces, all_.spaces)
-    name, args = call
-    out = []
-    for kind, value in zip(_parameters(getattr(type(driver), name)), args, strict=False):
+
+    def value(kind: str, given: Any) -> Any:
         if kind == "tokens":
-            value = tuple(tokens[token] for token in value)
-        elif kind == "token":
-            value = tokens[value]
-        elif kind == "extra_key":
-            value = None if value is None else spaces[value]
-        out.append(value)
-    return name, tuple(out)
+            return tuple(tokens[token] for token in given)
+        if kind == "token":
+            return tokens[given]
+        return given if kind != "extra_key" or given is None else spaces[given]
+
+    calls = []
+    for name, args in move:
+        kinds = _parameters(getattr(type(driver), name))
+        calls.append((name, tuple(map(value, kinds, args))))
+    return tuple(calls)
 
 
 @cache

@@ -12,8 +12,8 @@ from typing import Any
 
 import refcache
 from refcache.errors import InvalidArgument
+from refcache.oracle.explore.fingerprint import Move
 from refcache.oracle.explore.search import Child, Expansion, Search
-from refcache.oracle.program.driver import Call
 
 
 class Journal:
@@ -54,7 +54,7 @@ class Journal:
     def add(self, found: Expansion) -> None:
         """Write down what going on from the next state has found."""
         row = found._asdict()
-        row["children"] = [[c.call, c.digest.hex(), c.ends] for c in found.children]
+        row["children"] = [[c.move, c.digest.hex(), c.ends] for c in found.children]
         self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
@@ -64,7 +64,7 @@ class Journal:
 
 def _expansion(row: dict[str, Any]) -> Expansion:
     children = [
-        Child(_call(call), bytes.fromhex(digest), ends) for call, digest, ends in row["children"]
+        Child(_calls(move), bytes.fromhex(digest), ends) for move, digest, ends in row["children"]
     ]
     failing = row["failing"]
     return Expansion(
@@ -72,13 +72,13 @@ def _expansion(row: dict[str, Any]) -> Expansion:
         row["programs"],
         row["whole"],
         row["copied"],
-        None if failing is None else [_call(call) for call in failing],
+        None if failing is None else list(_calls(failing)),
+        row["died"],
     )
 
 
-def _call(call: Any) -> Call:
-    name, args = _tuples(call)
-    return name, args
+def _calls(move: Any) -> Move:
+    return tuple((name, _tuples(args)) for name, args in move)
 
 
 def _tuples(value: Any) -> Any:

@@ -6,17 +6,25 @@ what another would lead to is the same state under other names. A match of what 
 page stands for all matches that end there.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
 from refcache.oracle.drivers.allocator import AllocatorDriver
+from refcache.oracle.drivers.hicache.driver import HiCacheDriver
 from refcache.oracle.drivers.tree.driver import TreeDriver
-from refcache.oracle.explore.fingerprint import Names, Vocabulary
+from refcache.oracle.explore.fingerprint import Move, Names, Vocabulary
 from refcache.oracle.program.driver import Call
 
+Moves = Callable[[Any, Names, Vocabulary], Iterable[Move]]
 
-def allocator_moves(d: AllocatorDriver, names: Names, every: Vocabulary) -> Iterator[Call]:
+
+def one_by_one(steps: Callable[[Any, Names, Vocabulary], Iterable[Call]]) -> Moves:
+    """Every step is a move of its own."""
+    return lambda d, names, every: (((name, args),) for name, args in steps(d, names, every))
+
+
+def allocator_steps(d: AllocatorDriver, names: Names, every: Vocabulary) -> Iterator[Call]:
     """All of an allocator's steps: growth of one and of two sequences by up to a page and a token,
     frees of a tail, of one slot a page and of several at once, groups, drafts."""
     size, pages, queued = d.config.page_size, d.config.pages, d.bench.ledger.queued
@@ -77,7 +85,7 @@ def spaces(every: Sequence[str], known: Iterable[str]) -> list[str | None]:
     return [None, *(name for name in every if fresh_in_order((name,), every, known))]
 
 
-def bare_moves(d: TreeDriver, names: Names, every: Vocabulary) -> Iterator[Call]:
+def bare_steps(d: TreeDriver, names: Names, every: Vocabulary) -> Iterator[Call]:
     """The steps that are single calls: no request runs."""
     size, policy = d.config.page_size, d.config.eviction_policy
     words = strings(every.tokens, names.tokens, d.config.size, size)
@@ -104,7 +112,7 @@ def _ranks(d: TreeDriver) -> tuple[int, ...]:
     return (0, 1) if d.config.eviction_policy == "priority" else (0,)
 
 
-def request_moves(d: TreeDriver, names: Names, every: Vocabulary) -> Iterator[Call]:
+def request_steps(d: TreeDriver, names: Names, every: Vocabulary) -> Iterator[Call]:
     """The steps of requests; a prompt comes whole, or in chunks of one token. And evictions."""
     if len(d.requests) < d.config.max_requests:
         words = strings(every.tokens, names.tokens, d.config.size, d.config.page_size)
@@ -130,3 +138,62 @@ def request_moves(d: TreeDriver, names: Names, every: Vocabulary) -> Iterator[Ca
         yield "finish_together", (tuple(range(len(d.requests))),)
     for pages in range(1, d.config.pages + 1):
         yield "evict", (pages * d.config.page_size,)
+
+
+LONG = 8
+"""Launches that one move runs on a stream, at most: a copy ends in one move."""
+
+
+def hicache_moves(d: HiCacheDriver, names: Names, every: Vocabulary) -> Iterator[Move]:
+    """All of a two-tier tree's steps, with a few in one: a request served from beginning to end,
+    one for a prompt that is on the host only, one stream that runs to its end."""
+    size, c = d.config.page_size, d.config
+    words = strings(every.tokens, names.tokens, c.size, size)
+    rooms = spaces(every.spaces, names.spaces)
+    count = len(d.requests)
+    for space, word in product(rooms, words):
+        if len(word) % size == 0:
+            yield (("insert", (word, space)),)
+        if count < c.max_requests:
+            yield (("admit", (word, space)),)
+            yield ("admit", (word, space)), ("finish", (count,))
+    for i, req in enumerate(d.requests):
+        if req.pending:
+            yield (("cache", (i,)),)
+        if req.prefilled:
+            yield (("finish", (i,)),)
+            for token in every.tokens:
+                if fresh_in_order((token,), every.tokens, names.tokens):
+                    yield (("decode", (i, token)),)
+        yield (("abort", (i,)),)
+    hosted = sum(node.device is None for node in d.bench.state().view.nodes)
+    for which in range(hosted):
+        yield (("reload", (which,)),)
+        yield (("reload", (which, None, False)),)
+        yield (("reload", (which, size)),)
+        if count < c.max_requests:
+            for token in every.tokens:
+                if fresh_in_order((token,), every.tokens, names.tokens):
+                    yield (("readmit", (which, token)),)
+                    yield ("readmit", (which, token)), ("finish", (count,))
+    for space, elements in d.ledger.cached:
+        yield (("match", (elements, space)),)
+        if not d.holds:
+            yield (("hold", (elements, space)),)
+    if d.holds:
+        yield (("unhold", (0,)),)
+    for pages in range(1, c.pages + 1):
+        yield (("evict", (pages * size,)),)
+    yield (("start_loads", ()),)
+    yield (("poll", ()),)
+    for stream in range(len(d.machine.runnable())):
+        yield (("work", ((stream,),)),)
+        yield (("work", ((stream,) * LONG,)),)
+    yield (("settle", ()),)
+    if not d.requests and not d.holds:
+        yield (("reset", ()),)
+
+
+allocator_moves = one_by_one(allocator_steps)
+bare_moves = one_by_one(bare_steps)
+request_moves = one_by_one(request_steps)

@@ -4,11 +4,17 @@ from typing import Any
 
 from refcache.errors import UnknownName
 from refcache.oracle.drivers.allocator import AllocatorDriver
+from refcache.oracle.drivers.hicache.driver import HiCacheDriver
 from refcache.oracle.drivers.tree.driver import TreeDriver
 from refcache.oracle.explore.fingerprint import Vocabulary
-from refcache.oracle.explore.moves import allocator_moves, bare_moves, request_moves
+from refcache.oracle.explore.moves import (
+    allocator_moves,
+    bare_moves,
+    hicache_moves,
+    request_moves,
+)
 from refcache.oracle.explore.search import Scope
-from refcache.types import EVICTION_POLICIES
+from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
 
 def _allocator(name: str, page_size: int, **config: Any) -> Scope:
@@ -50,6 +56,23 @@ def _requests(name: str, page_size: int, pages: int, count: int) -> Scope:
     )
 
 
+def _tiers(policy: str, requests: int = 1) -> Scope:
+    return Scope(
+        f"hicache.{policy}",
+        HiCacheDriver,
+        {
+            "size": 3,
+            "host_size": 4,
+            "max_requests": requests,
+            "context_length": 16,
+            "write_policy": policy,
+        },
+        hicache_moves,
+        f"3 pages and 4 host pages of 1, 2 tokens, {requests} request, copies in flight, {policy}",
+        Vocabulary((0, 1), ()),
+    )
+
+
 SCOPES: dict[str, Scope] = {
     scope.name: scope
     for scope in (
@@ -61,6 +84,7 @@ SCOPES: dict[str, Scope] = {
         _requests("requests", 1, 2, 2),
         _requests("requests3", 1, 3, 2),
         _requests("requests_pages", 2, 2, 2),
+        *map(_tiers, WRITE_POLICIES),
     )
 }
 

@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from refcache.oracle.explore.fingerprint import (
+    Move,
     Names,
     Vocabulary,
     beyond,
     fingerprint,
     translated,
 )
+from refcache.oracle.explore.moves import Moves
 from refcache.oracle.explore.snapshot import CannotCopy, Frozen, freeze
 from refcache.oracle.program.driver import Call, Driver
+from refcache.oracle.rules.catalog import SENTENCES
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import Target
 
-Moves = Callable[[Any, Names, Vocabulary], Iterable[Call]]
 TWO = Vocabulary((0, 1), ("a", "b"))
 KEPT_BYTES = 64 << 20
 """Of copies that one searcher keeps; a state without one is replayed."""
@@ -32,6 +34,7 @@ REPLAYED = 251
 """One move in so many is also made by a replay, and must lead to the same state."""
 COMPARED = 499
 """One merge in so many is checked: both states go on with the same moves and must stay alike."""
+END: Move = (("wind_down", ()),)
 WALKS, WALK = 4, 3
 """How: so many walks of so many steps."""
 
@@ -57,7 +60,7 @@ class Scope:
 class Child(NamedTuple):
     """A state that one move leads to. ``ends``: it is not gone on from."""
 
-    call: Call
+    move: Move
     digest: bytes
     ends: bool
 
@@ -87,7 +90,7 @@ class Searcher:
     def __init__(self, scope: Scope, target: Target) -> None:
         self.scope, self.target = scope, target
         self.copies = True
-        self._kept: OrderedDict[tuple[Call, ...], Frozen] = OrderedDict()
+        self._kept: OrderedDict[Move, Frozen] = OrderedDict()
         self._bytes = 0
         self._known: set[bytes] = set()
 
@@ -112,33 +115,33 @@ class Searcher:
                 self._kept.clear()
         return self._expand(program, lambda: self.replay(program))
 
-    def _expand(self, program: tuple[Call, ...], again: Callable[[], Driver]) -> Expansion:
+    def _expand(self, program: Move, again: Callable[[], Driver]) -> Expansion:
         driver = again()
         start = fingerprint(driver)
-        moves = [*self.scope.moves(driver, start.names, self.scope.every), ("wind_down", ())]
+        moves = [*self.scope.moves(driver, start.names, self.scope.every), END]
         children: dict[bytes, Child] = {}
-        for number, call in enumerate(moves):
+        for number, move in enumerate(moves):
             driver = again()
             try:
-                _make(driver, call)
+                _make(driver, move)
             except Violation:
-                failing = [*program, call]
+                failing = driver.call_log
                 self._must_fail(failing)
                 return Expansion(
                     list(children.values()), number + 1, start.whole, self.copies, failing
                 )
-            if call[0] == "wind_down":
+            if move is END:
                 break
             found = fingerprint(driver)
             if self.copies and (len(program) + number) % REPLAYED == 0:
-                replayed = fingerprint(self.replay([*program, call]))
+                replayed = fingerprint(self.replay([*program, *move]))
                 if replayed.digest != found.digest:
-                    raise CannotCopy(f"a copy and a replay of {call} differ")
+                    raise CannotCopy(f"a copy and a replay of {move} differ")
             if found.digest != start.digest and found.digest not in children:
                 ends = beyond(driver)
-                children[found.digest] = Child(call, found.digest, ends)
+                children[found.digest] = Child(move, found.digest, ends)
                 if not ends:
-                    self._keep((*program, call), found.digest, driver)
+                    self._keep((*program, *move), found.digest, driver)
         return Expansion(list(children.values()), len(moves), start.whole, self.copies, None)
 
     def _must_fail(self, program: list[Call]) -> None:
@@ -151,7 +154,7 @@ class Searcher:
             return
         raise CannotCopy(f"{program[-1]} fails in a copy and not in a replay")
 
-    def _copier(self, program: tuple[Call, ...]) -> Callable[[], Driver]:
+    def _copier(self, program: Move) -> Callable[[], Driver]:
         frozen = self._kept.pop(program, None)
         if frozen is None:
             frozen = freeze(self.replay(program))
@@ -159,7 +162,7 @@ class Searcher:
             self._bytes -= frozen.size
         return frozen.thaw
 
-    def _keep(self, program: tuple[Call, ...], digest: bytes, driver: Driver) -> None:
+    def _keep(self, program: Move, digest: bytes, driver: Driver) -> None:
         if not self.copies or digest in self._known:
             return
         self._known.add(digest)
@@ -171,33 +174,52 @@ class Searcher:
     def alike(self, program: Sequence[Call], other: Sequence[Call]) -> str:
         """Go on from two states that were merged; says where they part, or nothing."""
         for walk in range(WALKS):
-            one, two = self.replay(program), self.replay(other)
-            for number in range(WALK):
-                mine, theirs = fingerprint(one), fingerprint(two)
-                if mine.digest != theirs.digest:
-                    return f"{_text(program)} and {_text(other)} part at {two.log[-1]}"
-                moves = list(self.scope.moves(one, mine.names, self.scope.every))
-                if not moves:
-                    break
-                call = moves[(walk * len(moves) // WALKS + 7 * number) % len(moves)]
-                ends = []
-                for driver, made in (
-                    (one, call),
-                    (two, translated(two, call, mine.names, theirs.names, self.scope.every)),
-                ):
-                    try:
-                        _make(driver, made)
-                    except Violation as violation:
-                        ends.append(violation.id)
-                if ends:
-                    if len(ends) < 2:
-                        return f"after {_text(program)} and {_text(other)} only one fails {call}"
-                    break
+            made = self._walk(program, walk, None)
+            again = self._walk(other, walk, made)
+            for one, two in zip(made, again, strict=False):
+                if one.end != two.end:
+                    return f"{_text(program)} and {_text(other)} part at {_text(two.move)}"
         return ""
 
+    def _walk(
+        self, program: Sequence[Call], walk: int, as_in: "list[_Pace] | None"
+    ) -> "list[_Pace]":
+        """A few moves from where ``program`` leads: chosen by number, or those of another walk."""
+        driver, paces = self.replay(program), []
+        found, end = fingerprint(driver), ""
+        for number in range(WALK):
+            names = found.names
+            if as_in is None:
+                moves = list(self.scope.moves(driver, names, self.scope.every))
+                move = moves[(walk * len(moves) // WALKS + 7 * number) % len(moves)]
+            elif number < len(as_in):
+                theirs = as_in[number]
+                move = translated(driver, theirs.move, theirs.names, names, self.scope.every)
+            else:
+                break
+            try:
+                _make(driver, move)
+                found = fingerprint(driver)
+                end = found.digest.hex()
+            except Violation as violation:
+                end = violation.id
+            paces.append(_Pace(move, names, end))
+            if end in SENTENCES:
+                break
+        return paces
 
-def _make(driver: Driver, call: Call) -> None:
-    getattr(driver, call[0])(*call[1])
+
+class _Pace(NamedTuple):
+    """A move, the names before it, and the state or the broken rule that it led to."""
+
+    move: Move
+    names: Names
+    end: str
+
+
+def _make(driver: Driver, move: Move) -> None:
+    for name, args in move:
+        getattr(driver, name)(*args)
 
 
 def _text(program: Iterable[Call]) -> str:
@@ -208,7 +230,7 @@ def _text(program: Iterable[Call]) -> str:
 class Search:
     """The states that were found, in the order in which they were.
 
-    A state is ``(index of the state before, call, digest)``; those from ``next`` on are left. With
+    A state is ``(index of the state before, move, digest)``; those from ``next`` on are left. With
     what ``record`` is given after each state, :meth:`enter` makes the same search again.
 
     Attributes:
@@ -219,7 +241,7 @@ class Search:
     """
 
     scope: Scope
-    states: list[tuple[int, Call | None, bytes]] = field(default_factory=list)
+    states: list[tuple[int, Move, bytes]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     next: int = 0
@@ -238,13 +260,13 @@ class Search:
         if self.states:
             return
         try:
-            self._add(-1, None, fingerprint(searcher.replay(())).digest)
+            self._add(-1, (), fingerprint(searcher.replay(())).digest)
         except Violation:
             self.failing = []
 
-    def _add(self, before: int, call: Call | None, digest: bytes) -> int:
+    def _add(self, before: int, move: Move, digest: bytes) -> int:
         index = self._index[digest] = len(self.states)
-        self.states.append((before, call, digest))
+        self.states.append((before, move, digest))
         self.depths.append(0 if before < 0 else self.depths[before] + 1)
         return index
 
@@ -252,10 +274,9 @@ class Search:
         """The steps that lead to a state."""
         calls: list[Call] = []
         while index >= 0:
-            index, call, _ = self.states[index]
-            if call is not None:
-                calls.append(call)
-        return calls[::-1]
+            index, move, _ = self.states[index]
+            calls[:0] = move
+        return calls
 
     def enter(self, found: Expansion) -> list[tuple[list[Call], list[Call]]]:
         """What going on from state ``next`` has found; the merged pairs that are to be checked."""
@@ -265,16 +286,16 @@ class Search:
         self.whole &= found.whole
         self.copied &= found.copied
         self.failing, self.died = found.failing, found.died
-        for call, digest, ends in found.children:
+        for move, digest, ends in found.children:
             known = self._index.get(digest)
             if known is None:
-                new = self._add(index, call, digest)
+                new = self._add(index, move, digest)
                 if ends:
                     self.ended.add(new)
                 continue
             self.merges += 1
             if self.merges % COMPARED == 1 and self.whole:
-                pairs.append((self.program(known), [*self.program(index), call]))
+                pairs.append((self.program(known), [*self.program(index), *move]))
         while self.next in self.ended:
             self.next += 1
         return pairs
@@ -290,7 +311,7 @@ class Search:
 
     @property
     def depth(self) -> int:
-        """Every program of so many steps was run, up to names; all there are, when none is left."""
+        """Every program of so many moves was run, up to names; all there are, when none is left."""
         return self.depths[self.next] if self.left else max(self.depths, default=0) + 1
 
     def __str__(self) -> str:
@@ -300,7 +321,7 @@ class Search:
             bound = f", but {len(self.ended):,} are not gone on from" if self.ended else ""
             return f"every reachable state of {self.scope.says}: {size}, complete{bound}"
         if self.left:
-            how = f"every program of {self.depth} steps, {self.left:,} states left"
+            how = f"every program of {self.depth} moves, {self.left:,} states left"
         else:
             how = "all"
         why = ""

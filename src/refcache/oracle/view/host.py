@@ -37,13 +37,20 @@ class HostNodeView:
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """The host tier. ``free``: slots that nobody owns; ``size``: all slots; ``leaves``: handles."""
+    """The host tier.
+
+    Attributes:
+        size, free: all slots; those that nobody owns, in the order in which they will go.
+        leaves: handles.
+        waiting: loads that were asked for and not started; None where a cache does not show them.
+    """
 
     size: int
     free: torch.Tensor
     transfers: tuple[TransferView, ...]
     leaves: frozenset[Any]
     nodes: dict[Any, HostNodeView]
+    waiting: int | None = None
 
 
 def inspect_hiradix(tree: Any, free: torch.Tensor) -> HostView:
@@ -61,4 +68,5 @@ def inspect_hiradix(tree: Any, free: torch.Tensor) -> HostView:
         transfers=transfers,
         leaves=frozenset(tree.evictable_host_leaves),
         nodes=nodes,
+        waiting=len(tree.cache_controller.load_queue),
     )

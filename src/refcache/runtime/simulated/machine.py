@@ -237,6 +237,16 @@ class SimulatedRuntime:
         for capture in [self._capture(stream) for stream in self._streams]:
             self._block(capture)
 
+    def pending(self) -> list[tuple[str, ...]]:
+        """What waits in each stream, launches by name, and in each thread."""
+        for stream in self._streams:
+            self._head(stream)
+        queues = [
+            tuple(item.access.name if type(item) is Launch else "" for item in stream.queue)
+            for stream in self._streams
+        ]
+        return queues + [("job",) * len(thread.jobs) for thread in self._jobs]
+
     def runnable(self) -> list[SimulatedStream | SimulatedThread]:
         """The streams whose next launch, and the threads whose next job may run now."""
         threads = [thread for thread in self._jobs if thread.jobs and not thread.busy]
