@@ -258,7 +258,9 @@ def loads(rig: Rig, cells: list[tuple[int, int]], peak: float, tries: bool) -> N
                 row["plan"] = plans[name].why
             if tokens >= 16384 and new == 512 and path[0] != "load, then compute":
                 pairs = [rig.slowed(path, host_slots, model) for _ in range(3)]
-                row["slow"], row["gbps"] = (statistics.median(x) for x in zip(*pairs, strict=True))
+                slow, row["gbps"] = (statistics.median(x) for x in zip(*pairs, strict=True))
+                if slow:  # else the call returned when the load was over
+                    row["slow"] = slow
             report(**row)
         del model
         rig.host.free_slots = state.clone()
@@ -367,10 +369,12 @@ def writes(rig: Rig, tokens: int, tries: bool) -> None:
                 torch.cuda.synchronize()
                 rig.controller.ack_write_queue.clear()
                 took = [a.elapsed_time(b) for a, b in pairwise(marks)]
-                alone = statistics.median(took[1:6])
                 total = marks[6].elapsed_time(end)
                 speed = tokens * rig.token_bytes / total / 1e6
                 ends = [marks[6].elapsed_time(mark) for mark in marks[1:]]
+                starts = [marks[6].elapsed_time(mark) for mark in marks[:-1]]
+                after = [t for t, at in zip(took, starts, strict=True) if at > total + 5]
+                alone = statistics.median(took[1:6] + after)
                 inside = [t for t, at in zip(took[6:], ends[6:], strict=True) if at <= total]
                 lost = sum(t - alone for t in took[6:])
                 if round_:
@@ -391,6 +395,64 @@ def writes(rig: Rig, tokens: int, tries: bool) -> None:
                 rig.force(None)
                 row["plan"] = rig.host.plan_transfer("auto", tokens, to_host=True).why
             report(**row)
+
+
+def recipe(rig: Rig, tokens: int = 16384) -> None:
+    """Other engines' copies, and the ops in their place, at their call sites' shapes; alone."""
+    host, device, how = rig.host.planes, rig.device, (rig.page, "layer_first")
+    layers = [plane[layer] for plane in device for layer in range(rig.layers)]  # as engines hold it
+    slots = rig.device_slots(tokens)
+    host_slots = rig.host.free_slots[:tokens]
+    on_host, on_device = slots.cpu(), host_slots.cuda()
+    flags = torch.zeros(rig.layers, dtype=torch.int64, device="cuda")
+    ops = torch.ops.refcache
+
+    def batched(to_host: bool) -> None:
+        listed = rig.memcpy.listed(host_slots, on_host)
+        for layer in range(rig.layers):
+            listed.issue(layer, to_host=to_host)
+
+    def by_layer() -> None:
+        for layer in range(rig.layers):
+            ops.load_per_layer(layers, host, on_device, slots, layer, *how)
+
+    pairs: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
+        (
+            "sglang transfer_kv_all_layer", lambda: rig.sglang.write(on_device, slots),
+            lambda: ops.backup_all_layer(host, layers, on_device, slots, *how),
+        ),
+        (
+            "sglang transfer_kv_per_layer, all layers",
+            lambda: [rig.sglang.load_layer(i, on_device, slots) for i in range(rig.layers)],
+            by_layer,
+        ),
+        (
+            "vllm batched memcpy, to the host", lambda: batched(to_host=True),
+            lambda: ops.backup_all_layer(host, device, on_device, slots, *how),
+        ),
+        (
+            "vllm batched memcpy, to the device", lambda: batched(to_host=False),
+            lambda: ops.load_layers(
+                device, host, on_device, slots, flags, 0, rig.layers, *how
+            ),
+        ),
+    ]  # fmt: skip
+    for call, theirs, ours in pairs:
+        row: dict[str, Any] = {"what": "recipe", "kind": rig.kind, "page": rig.page, "call": call}
+        for name, copy in (("theirs", theirs), ("ours", ours)):
+            copy()
+            found = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                copy()
+                called = time.perf_counter()
+                torch.cuda.synchronize()
+                found.append(((time.perf_counter() - begin) * 1e3, (called - begin) * 1e3))
+            row[name], row[f"{name} host"] = (
+                statistics.median(x) for x in zip(*found, strict=True)
+            )
+        report(**row)
 
 
 def memcpy_peaks() -> dict[str, float]:
@@ -433,6 +495,7 @@ def main() -> None:
     steps: dict[str, Callable[[Rig], None]] = {
         "load": lambda rig: loads(rig, cells, peaks["h2d"], args.tries),
         "write": lambda rig: writes(rig, 16384, args.tries),
+        "recipe": recipe,
     }
     for kind in args.kinds:
         for page in args.pages:

@@ -103,13 +103,13 @@ def capped() -> None:
             (4096, 256, 2), (2048, 128, 2), (2048, 128, 3), (2048, 128, 4), (1024, 128, 4),
             (4096, 128, 1), (8192, 256, 1), (8192, 256, 2), (4096, 128, 3), (4096, 128, 4),
         ):  # fmt: skip
-            label = setting(copy, LARGE_BLOCK=block, UNITS_A_WARP=warp)
+            label = setting(copy, LOAD_BLOCK=block, WRITE_BLOCK=block, UNITS_A_WARP=warp)
             row = {}
             for name, fn in (("d2h", pools.backup), ("h2d", pools.load)):
                 took, slowed = matmul.beside(partial(fn, cap), pools.bytes / 45e6)
                 row |= {name: pools.bytes / took / 1e6, f"{name} matmul": slowed}
             bench.report(f"{layout} page {page} {label} cap {cap}", **row)
-    setting(copy, LARGE_BLOCK=4096, UNITS_A_WARP=256)
+    setting(copy, LOAD_BLOCK=8192, WRITE_BLOCK=2048, UNITS_A_WARP=256)
     for layout, page in (("layer_first", 16), ("layer_first", 64), ("page_first_direct", 64)):
         pools = bench.Pools("8b", 16384, page, layout)
         row = {}

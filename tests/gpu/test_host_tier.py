@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator
-from refcache.controller import HiCacheController
-from refcache.errors import HostRegisterError
+from refcache.controller import HiCacheController, tuning
+from refcache.errors import CopyFailed, HostRegisterError
 from refcache.pool import HostTensorAllocator, LoadedCudart, MHATokenToKVPool, host_pool_for
 from refcache.pool.host import MHATokenToKVPoolHost
 from refcache.reference import LAYOUTS
@@ -158,3 +158,60 @@ def test_memory_of_a_pool_that_was_not_pinned_is_copied_by_waiting():
     pool.planes[0].buffer[:, PAGE : 2 * PAGE] = 3
     host.backup_from_device_all_layer(pool, slots, slots, "direct")
     assert (host.k_buffer[:, PAGE : 2 * PAGE] == 3).all()
+
+
+def test_tuning_gives_rules_for_both_directions(monkeypatch):
+    monkeypatch.setattr(tuning, "PAGES", (2, 64))
+    monkeypatch.setattr(tuning, "CAPS", (1, 3))
+    said = []
+    costs = tuning.measure(said.append)
+    assert len(said) == len(costs) == 4
+    assert all(cost >= 0 for ways in costs.values() for cost in ways.values())
+    rules = tuning.rules_from(costs)
+    assert {(r.to_host, r.io_backend) for r in rules} >= {(False, "kernel"), (True, "kernel")}
+    assert (True, "direct") in {(r.to_host, r.io_backend) for r in rules}
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_thread_that_fails_lets_nobody_wait(failing, monkeypatch):
+    machine, pool, allocator, host, controller = rig("layer_first", "direct")
+    host_slots = controller.write(allocator.alloc(PAGE * 8))
+    controller.ack_write_queue.pop().finish_event.synchronize()
+    raise_flag = machine.raise_flag
+
+    def refuse(flags, part):
+        if part == failing and controller.failure is None:
+            raise OSError("the driver refused a copy")
+        raise_flag(flags, part)
+
+    monkeypatch.setattr(machine, "raise_flag", refuse)
+    controller.load(host_slots)
+    controller.layer_done_counter.set_consumer(controller.start_loading())
+    for layer in range(LAYERS):
+        pool.get_key_buffer(layer)
+    torch.cuda.synchronize()  # the streams' waits end
+    controller.ack_load_queue.pop().finish_event.synchronize()
+    assert isinstance(controller.failure, CopyFailed)
+    controller.reset()
+    assert controller.failure is None
+    assert controller.io_backend == "kernel"
+    host.release()
+
+
+def test_start_loading_returns_before_anything_is_listed():
+    *_, allocator, host, controller = rig("layer_first", "auto")
+    controller.io_backend = "direct"
+    host_slots = controller.write(allocator.alloc(TOKENS // 2))
+    ack = controller.ack_write_queue.pop().finish_event
+    ack.synchronize()
+    torch.cuda._sleep(200_000_000)  # the caller's stream computes its slots for a tenth of a second
+    new = controller.load(host_slots)
+    producer = controller.start_loading()
+    load = controller.ack_load_queue[0].finish_event
+    assert not load.query()  # although its event was never recorded
+    assert not controller.layer_done_counter.events[producer].finish_event.query()
+    load.synchronize()
+    assert len(new) == TOKENS // 2
+    assert controller.last_plan.io_backend == "direct"
+    controller.reset()
+    host.release()

@@ -98,7 +98,7 @@ def test_one_program_has_more_units_than_a_tile(op):
     row = case.heads[0][0] * case.heads[0][1] * case.dtype.itemsize
     unit = row & -row  # the largest power of two in a row
     assert case.max_programs == 1
-    assert len(case.pairs) * row // unit > 4096  # the kernel's LARGE_BLOCK
+    assert len(case.pairs) * row // unit > 8192  # the kernel's LOAD_BLOCK
 
 
 def zeroes(name, position):

@@ -64,9 +64,9 @@ def test_pairs_are_a_set(kernel_ops: SimpleNamespace, tile: int, op: str, layout
     [
         ("load_layers", 0, 1 << 22, "FLAG_BLOCK"),
         ("load_layers", 0, 1, "SMALL_BLOCK"),
-        ("load_layers", 2, 1 << 22, "LARGE_BLOCK"),
+        ("load_layers", 2, 1 << 22, "LOAD_BLOCK"),
         ("load_per_layer", 0, 1 << 22, "SMALL_BLOCK"),
-        ("load_per_layer", 2, 1 << 22, "LARGE_BLOCK"),
+        ("load_per_layer", 2, 1 << 22, "LOAD_BLOCK"),
     ],
 )
 def test_tiles_are_small_for_small_loads_with_flags_and_large_under_a_cap(

@@ -30,8 +30,12 @@ from refcache_ops.driver import one_address
 SMALL_BLOCK = 1024  # units a tile when programs are plenty
 FLAG_BLOCK = 512  # when a small load raises flags: a layer is there sooner after its last byte
 FLAG_UNITS = 1 << 22  # units of a load that is small in this sense
-LARGE_BLOCK = 4096  # when a cap leaves few programs, each keeps more bytes in flight
 UNITS_A_WARP = 256
+# When a cap leaves few programs. A load waits for the link: each keeps more bytes in flight. Writes
+# are posted: beside a model more of them at a time cost it more than they bring.
+LOAD_BLOCK = 8192
+WRITE_BLOCK = 2048
+WRITE_WARPS = 16
 MAX_PROGRAMS = 128  # without a cap: more do not make the link faster
 
 
@@ -175,7 +179,7 @@ def run(
             flags[first_layer : first_layer + layers] += FLAG_EPOCH
         return
     if 0 < max_programs < 8:
-        block = LARGE_BLOCK
+        block = WRITE_BLOCK if to_host else LOAD_BLOCK
     elif flags is not None and layers * items * sum(plan.row) < FLAG_UNITS:
         block = FLAG_BLOCK
     else:
@@ -220,7 +224,8 @@ def _variant(
         source[2], target[2], plan.unit, plan.row, plan.run, source[3], target[3],
         source[4], target[4], to_host and plan.layers_inside, block, signal, FLAG_EPOCH,
     )  # fmt: skip
-    return Variant(copy_kernel, types, constants, max(1, block // UNITS_A_WARP))
+    warps = WRITE_WARPS if block == WRITE_BLOCK else max(1, block // UNITS_A_WARP)
+    return Variant(copy_kernel, types, constants, warps)
 
 
 def bases(on: torch.Tensor, buffers: Sequence[torch.Tensor]) -> tuple[Any, ...]:

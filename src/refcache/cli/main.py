@@ -21,6 +21,7 @@ from refcache.cli.judge import judge
 from refcache.cli.planted import planted
 from refcache.cli.replay import replay
 from refcache.cli.shrink import shrink
+from refcache.cli.tune import tune
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
 
@@ -38,7 +39,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, explore, campaign, replay, convert, judge, shrink, workload, planted):
+for command in (
+    check, explore, campaign, replay, convert, judge, shrink, workload, planted, tune
+):  # fmt: skip
     app.command()(command)
 
 

@@ -68,14 +68,13 @@ Rules = tuple[TransferRule, ...]
 # By torch's name of the card; "": any other. Measured by benchmarks/gpu/bench_model.py.
 RULES: dict[str, Rules] = {
     "NVIDIA H200": (
-        TransferRule(to_host=False, io_backend="direct", copy_bytes=64 << 10),
-        TransferRule(to_host=False, io_backend="kernel", max_programs=3, min_bytes=1 << 30),
+        TransferRule(to_host=False, io_backend="direct", copy_bytes=64 << 10, min_bytes=1 << 30),
         TransferRule(to_host=False, io_backend="kernel", max_programs=2),
         TransferRule(to_host=True, io_backend="direct", copy_bytes=16 << 10),
-        TransferRule(to_host=True, io_backend="kernel", max_programs=1),
+        TransferRule(to_host=True, io_backend="kernel", max_programs=2),
     ),
     "": (
-        TransferRule(to_host=False, io_backend="direct", copy_bytes=64 << 10),
+        TransferRule(to_host=False, io_backend="direct", copy_bytes=64 << 10, min_bytes=1 << 30),
         TransferRule(to_host=False, io_backend="kernel", max_programs=4, at_once=4 << 20),
         TransferRule(to_host=True, io_backend="direct", copy_bytes=32 << 10),
         TransferRule(to_host=True, io_backend="kernel", max_programs=2),

@@ -169,7 +169,7 @@ def awkward_cases(op: str) -> Iterator[TransferCase]:
     many = TransferCase(op, page_size=2, layer_num=1, layers=(0, 1), host_pages=52, device_pages=52)
     pairs = tuple(((7 * i) % 104, (5 * i + 1) % 104) for i in range(103))
     yield replace(many, heads=((1, 2), (1, 2)), pairs=pairs[:70])
-    yield replace(many, heads=((1, 82), (1, 82)), pairs=pairs, max_programs=1)
+    yield replace(many, heads=((1, 162), (1, 162)), pairs=pairs, max_programs=1)
 
 
 def far_case(op: str) -> TransferCase:

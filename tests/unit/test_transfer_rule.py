@@ -1,0 +1,79 @@
+"""Transfer rules as data: what applies, how tables are kept, how they are made of measurements."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from command_line import refused
+from refcache.controller.tuning import rules_from
+from refcache.errors import InvalidArgument
+from refcache.pool import transfer_rule
+from refcache.pool.transfer_rule import RULES, RULES_FILE, TransferRule, rules_for, save
+
+
+@pytest.fixture(autouse=True)
+def no_saved_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RULES_FILE, raising=False)
+    transfer_rule._saved.cache_clear()
+
+
+def test_every_table_ends_with_a_rule_for_everything() -> None:
+    for table in RULES.values():
+        for to_host in (False, True):
+            assert any(
+                r.applies(to_host=to_host, copy_bytes=1, total=1, phase="decode") for r in table
+            )
+
+
+def test_unknown_cards_get_the_general_table() -> None:
+    assert rules_for("NVIDIA H200") == RULES["NVIDIA H200"]
+    assert rules_for("a card of tomorrow") == RULES[""]
+
+
+def test_saved_tables_win_and_stay_beside_each_other(tmp_path: Path) -> None:
+    path, mine = tmp_path / "rules.json", (TransferRule(True, "kernel", 5, phase="decode"),)
+    save(path, "mine", mine)
+    save(path, "other", RULES[""])
+    assert set(json.loads(path.read_text())) == {"mine", "other"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RULES_FILE, str(path))
+        assert rules_for("mine") == mine
+        assert rules_for("other") == RULES[""]
+        assert rules_for("NVIDIA H200") == RULES["NVIDIA H200"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"card": [1]}', '{"card": [{"to_host": true}]}'])
+def test_a_file_that_is_none_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RULES_FILE, str(path))
+        with pytest.raises(InvalidArgument, match=r"rules\.json.*refcache tune"):
+            rules_for("card")
+
+
+def test_rules_are_made_of_what_the_model_felt() -> None:
+    kernel = {("kernel", 1): 9.0, ("kernel", 2): 4.0, ("kernel", 3): 5.0}
+    costs = {
+        (False, 4096): {("direct", 0): 50.0, **kernel},
+        (False, 8192): {("direct", 0): 3.0, **kernel},  # a chance: longer copies are worse
+        (False, 16384): {("direct", 0): 8.0, **kernel},
+        (False, 32768): {("direct", 0): 4.0, **kernel},
+        (False, 65536): {("direct", 0): 1.0, **kernel},
+        (True, 4096): {("direct", 0): 50.0, ("kernel", 1): 1.0, ("kernel", 2): 4.0},
+        (True, 65536): {("direct", 0): 2.0, ("kernel", 1): 1.0, ("kernel", 2): 4.0},
+    }
+    assert rules_from(costs) == (
+        TransferRule(False, "direct", copy_bytes=32768),
+        TransferRule(False, "kernel", 2),
+        TransferRule(True, "kernel", 1),
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_tuning_needs_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(["tune", "--output", str(tmp_path / "rules.json")], capsys)
+    assert "without a CUDA device" in message
+    assert not list(tmp_path.iterdir())
