@@ -45,7 +45,7 @@ class Xfails:
 
     def unmatched(self, suites: Iterable[str]) -> list[str]:
         """The ids that speak of none of ``suites``, or of a rule that does not exist."""
-        from refcache.oracle.rules.catalog import SENTENCES
+        from refcache.oracle import SENTENCES
 
         suites = {*suites}
         parts = [(i, *i.partition(":")[::2]) for i in self.ids]

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from refcache.oracle.rules.catalog import stated
 from refcache.oracle.rules.violation import Violation, switched_off
 from refcache.oracle.view.host import HostView, TransferView
-from refcache.oracle.view.state import State, register
+from refcache.oracle.view.state import State
 from refcache.oracle.view.tree import PagePrefix
 
 Slots = dict[str, tuple[int, ...]]
@@ -51,7 +52,7 @@ class HostState:
 
 HostCheck = Callable[[HostState], Iterator[str]]
 HOST_CHECKS: dict[str, HostCheck] = {}
-host_invariant = partial(register, HOST_CHECKS)
+host_invariant = partial(stated, HOST_CHECKS)
 
 
 def check_host_state(state: HostState) -> None:
@@ -61,7 +62,7 @@ def check_host_state(state: HostState) -> None:
             raise Violation(rule, evidence)
 
 
-@host_invariant("H1")
+@host_invariant("H1", "each host slot has exactly one owner: free, or one node")
 def _every_host_slot_has_one_owner(s: HostState) -> Iterator[str]:
     owners = Counter(s.host.free.tolist())
     for node in s.state.view.nodes:
@@ -79,7 +80,7 @@ def _every_host_slot_has_one_owner(s: HostState) -> Iterator[str]:
             yield f"host slot {slot} of {s.host.size} belongs to {' and '.join(named) or 'nobody'}"
 
 
-@host_invariant("H2")
+@host_invariant("H2", "a node's host slots, cut by page, are aligned ascending pages")
 def _host_slots_are_whole_pages(s: HostState) -> Iterator[str]:
     size = s.state.page_size
     for index, node in enumerate(s.state.view.nodes):
@@ -91,7 +92,7 @@ def _host_slots_are_whole_pages(s: HostState) -> Iterator[str]:
                 break
 
 
-@host_invariant("T3")
+@host_invariant("T3", "under write-through, a node on the host has its parent on the host")
 def _host_is_prefix_closed(s: HostState) -> Iterator[str]:
     nodes = s.state.view.nodes
     for index, node in enumerate(nodes):
@@ -100,7 +101,11 @@ def _host_is_prefix_closed(s: HostState) -> Iterator[str]:
             yield f"{s.state.name(index)} is on the host, its parent is not"
 
 
-@host_invariant("A4")
+@host_invariant(
+    "A4",
+    "the evictable host leaves are the unlocked nodes on the host only, without a child on "
+    "the host",
+)
 def _host_leaf_set_is_exact(s: HostState) -> Iterator[str]:
     nodes = s.state.view.nodes
     parents = {node.parent for node in nodes if node.host is not None}
@@ -118,7 +123,10 @@ def _host_leaf_set_is_exact(s: HostState) -> Iterator[str]:
             yield f"{s.state.name(index)} is {'not ' * expected}listed as an evictable host leaf"
 
 
-@host_invariant("L3")
+@host_invariant(
+    "L3",
+    "a node counts one use of its host slots for each copy in flight that uses them",
+)
 def _host_references_count_operations(s: HostState) -> Iterator[str]:
     uses: Counter[object] = Counter()
     for transfer in s.host.transfers:
@@ -132,12 +140,18 @@ def _host_references_count_operations(s: HostState) -> Iterator[str]:
             )
 
 
-@host_invariant("X1")
+@host_invariant(
+    "X1",
+    "the host slots of a queued or running copy keep their owner until it is acknowledged",
+)
 def _host_slots_in_flight_keep_their_owner(s: HostState) -> Iterator[str]:
     yield from _keep_their_owner(s, "host", 0)
 
 
-@host_invariant("X2")
+@host_invariant(
+    "X2",
+    "the device pages of a queued or running copy keep their owner until it is acknowledged",
+)
 def _device_pages_in_flight_keep_their_owner(s: HostState) -> Iterator[str]:
     yield from _keep_their_owner(s, "device", 1)
 
@@ -168,7 +182,11 @@ def _keep_their_owner(s: HostState, tier: str, which: int) -> Iterator[str]:
                 )
 
 
-@host_invariant("W1")
+@host_invariant(
+    "W1",
+    "under write-through, enough hits mean a host copy unless there was no room, and a host "
+    "copy means enough hits",
+)
 def _hits_mean_copies(s: HostState) -> Iterator[str]:
     if s.threshold is None:
         return

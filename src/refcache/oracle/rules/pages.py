@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from refcache.oracle.view.state import Check, State, register
+from refcache.oracle.rules.catalog import stated
+from refcache.oracle.view.state import Check, State
 
 PAGE_CHECKS: dict[str, Check] = {}
-invariant = partial(register, PAGE_CHECKS)
+invariant = partial(stated, PAGE_CHECKS)
 BLOCK = 1 << 14  # slots compared at once: what fits into the processor's cache
 
 
-@invariant("P2")
+@invariant("P2", "a node's slots, cut by page, are aligned ascending pages")
 def _slots_are_whole_pages(state: State) -> Iterator[str]:
     if not _out_of_page(state.slots, state.page_size):
         return
@@ -44,7 +45,7 @@ def _out_of_page(slots: torch.Tensor, size: int, whole: bool = False) -> bool:
     return False
 
 
-@invariant("P0")
+@invariant("P0", "page 0 is never handed out and never freed, nor is a page outside the pool")
 def _pages_are_in_the_pool(state: State) -> Iterator[str]:
     for owner, pages in state.owners:
         bad = [page for page in pages if not 1 <= page <= state.pages]
@@ -52,7 +53,10 @@ def _pages_are_in_the_pool(state: State) -> Iterator[str]:
             yield f"page {bad[0]} belongs to {owner}; pages are 1 to {state.pages}"
 
 
-@invariant("P1")
+@invariant(
+    "P1",
+    "each page has exactly one owner: free, queued in a free group, the tree, or one request",
+)
 def _every_page_has_one_owner(state: State) -> Iterator[str]:
     pages = [page for _, mine in state.owners for page in mine]
     if len(pages) == state.pages == len(set(pages)):
@@ -64,7 +68,10 @@ def _every_page_has_one_owner(state: State) -> Iterator[str]:
             yield f"page {page} belongs to {' and '.join(named) or 'nobody'}"
 
 
-@invariant("R1")
+@invariant(
+    "R1",
+    "token j of a request sits at offset j % page_size of a page, one page for each page of tokens",
+)
 def _rows_sit_in_pages(state: State) -> Iterator[str]:
     size = state.page_size
     for request in state.requests:
@@ -78,7 +85,7 @@ def _rows_sit_in_pages(state: State) -> Iterator[str]:
             yield f"{request.name}: token {j} is in slot {row[j]}, page size {size}: {row}"
 
 
-@invariant("R2")
+@invariant("R2", "the protected part of a request's row holds the tree's slots for its prefix")
 def _protected_row_is_the_tree_s(state: State) -> Iterator[str]:
     for request in state.requests:
         length = request.cache_protected_len
@@ -104,7 +111,10 @@ def _protected_row_is_the_tree_s(state: State) -> Iterator[str]:
             )
 
 
-@invariant("R3")
+@invariant(
+    "R3",
+    "row numbers of running requests are distinct and in range; free + used rows = size",
+)
 def _rows_are_distinct(state: State) -> Iterator[str]:
     seen: dict[int, str] = {}
     for request in state.requests:
@@ -116,7 +126,7 @@ def _rows_are_distinct(state: State) -> Iterator[str]:
         seen[row] = request.name
 
 
-@invariant("C1")
+@invariant("C1", "each slot of a node holds the KV of the node's own prefix")
 def _nodes_hold_their_own_prefix(state: State) -> Iterator[str]:
     if state.cached is None:
         return

@@ -7,14 +7,19 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from functools import partial
 
-from refcache.oracle.view.state import Check, State, register
+from refcache.oracle.rules.catalog import stated
+from refcache.oracle.view.state import Check, State
 from refcache.oracle.view.tree import NodeView
 
 TREE_CHECKS: dict[str, Check] = {}
-invariant = partial(register, TREE_CHECKS)
+invariant = partial(stated, TREE_CHECKS)
 
 
-@invariant("S1")
+@invariant(
+    "S1",
+    "each child is filed in its parent under its own first page, parent pointers agree, and "
+    "the root has no key",
+)
 def _filed_where_they_belong(state: State) -> Iterator[str]:
     if state.view.root_key_len:
         yield f"the root has a key of {state.view.root_key_len} elements"
@@ -25,7 +30,7 @@ def _filed_where_they_belong(state: State) -> Iterator[str]:
             yield f"{state.name(index)} is listed by {state.name(node.parent)}, not its parent"
 
 
-@invariant("S2")
+@invariant("S2", "a node's key is not empty and fills whole pages")
 def _keys_fill_pages(state: State) -> Iterator[str]:
     for index, node in enumerate(state.view.nodes):
         if not len(node.key) or len(node.key) % state.page_size:
@@ -35,7 +40,7 @@ def _keys_fill_pages(state: State) -> Iterator[str]:
             )
 
 
-@invariant("S3")
+@invariant("S3", "a node has one slot for each element of its key")
 def _one_slot_an_element(state: State) -> Iterator[str]:
     for index, node in enumerate(state.view.nodes):
         for tier, value in (("device", node.device), ("host", node.host)):
@@ -46,7 +51,7 @@ def _one_slot_an_element(state: State) -> Iterator[str]:
                 )
 
 
-@invariant("S4")
+@invariant("S4", "a node owns its slots: overwriting a tensor that was passed in changes nothing")
 def _slots_own_their_storage(state: State) -> Iterator[str]:
     for index, node in enumerate(state.view.nodes):
         value = node.device
@@ -54,7 +59,7 @@ def _slots_own_their_storage(state: State) -> Iterator[str]:
             yield f"the slots of {state.name(index)} are a view of a larger tensor"
 
 
-@invariant("S5")
+@invariant("S5", "siblings differ in their first page, and namespaces share nothing below the root")
 def _siblings_differ(state: State) -> Iterator[str]:
     seen: dict[tuple[int, str | None, Hashable], int] = {}
     for index, node in enumerate(state.view.nodes):
@@ -66,7 +71,7 @@ def _siblings_differ(state: State) -> Iterator[str]:
             yield f"{state.name(index)} hangs below another namespace, {state.name(node.parent)}"
 
 
-@invariant("T1")
+@invariant("T1", "a node on the device has its parent on the device")
 def _device_is_prefix_closed(state: State) -> Iterator[str]:
     nodes = state.view.nodes
     for index, node in enumerate(nodes):
@@ -74,21 +79,21 @@ def _device_is_prefix_closed(state: State) -> Iterator[str]:
             yield f"{state.name(index)} is on the device, its parent is not"
 
 
-@invariant("T2")
+@invariant("T2", "a node is on the device, on the host, or on both")
 def _every_node_is_somewhere(state: State) -> Iterator[str]:
     for index, node in enumerate(state.view.nodes):
         if node.device is None and node.host is None:
             yield f"{state.name(index)} has neither device nor host slots"
 
 
-@invariant("L5")
+@invariant("L5", "every node that somebody holds is reachable from the root")
 def _holders_are_reachable(state: State) -> Iterator[str]:
     for handle in state.holders:
         if handle != state.view.root and handle not in state.place:
             yield f"{handle!r} is held, but is no node of the tree"
 
 
-@invariant("L1")
+@invariant("L1", "a node's lock count is the number of holders at or below it")
 def _locks_count_holders(state: State) -> Iterator[str]:
     nodes = state.view.nodes
     held = Counter(state.place[h] for h in state.holders if h in state.place)
@@ -104,7 +109,7 @@ def _locks_count_holders(state: State) -> Iterator[str]:
             )
 
 
-@invariant("L2")
+@invariant("L2", "a locked node stays on the device, and no lock count is negative")
 def _locked_stays_on_device(state: State) -> Iterator[str]:
     for index, node in enumerate(state.view.nodes):
         if node.lock_ref < 0 or (node.lock_ref > 0 and node.device is None):
@@ -112,12 +117,12 @@ def _locked_stays_on_device(state: State) -> Iterator[str]:
             yield f"{state.name(index)} has lock count {node.lock_ref} and is {where}"
 
 
-@invariant("A1")
+@invariant("A1", "evictable_size is the number of tokens in unlocked nodes on the device")
 def _evictable_size_adds_up(state: State) -> Iterator[str]:
     yield from _size(state, "evictable_size", state.view.evictable_size, locked=False)
 
 
-@invariant("A2")
+@invariant("A2", "protected_size is the number of tokens in locked nodes on the device")
 def _protected_size_adds_up(state: State) -> Iterator[str]:
     yield from _size(state, "protected_size", state.view.protected_size, locked=True)
 
@@ -129,7 +134,10 @@ def _size(state: State, name: str, seen: int, locked: bool) -> Iterator[str]:
         yield f"{name}() = {seen}, but the nodes hold {expected} such tokens"
 
 
-@invariant("A3")
+@invariant(
+    "A3",
+    "the evictable leaves are the unlocked nodes on the device without a child on the device",
+)
 def _leaf_set_is_exact(state: State) -> Iterator[str]:
     if state.view.evictable_leaves is None:
         return

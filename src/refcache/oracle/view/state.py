@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -86,15 +86,3 @@ class State:
 
 
 Check = Callable[[State], Iterator[str]]
-Rule = TypeVar("Rule")
-
-
-def register(checks: dict[str, Rule], rule: str) -> Callable[[Rule], Rule]:
-    """A decorator: the function is the check of ``rule`` in ``checks``."""
-
-    def add(check: Rule) -> Rule:
-        assert rule not in checks, rule
-        checks[rule] = check
-        return check
-
-    return add
