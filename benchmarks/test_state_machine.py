@@ -29,10 +29,8 @@ def test_steps_a_second(benchmark: Any, page_size: int) -> None:
     times: list[float] = []
 
     class TimedDriver(HiCacheDriver):
-        last = 0.0
-
-        def build(self) -> None:
-            super().build()
+        def __init__(self, *args: Any, **config: Any) -> None:
+            super().__init__(*args, **config)
             self.last = time.process_time()
 
         def check(self) -> None:
@@ -42,10 +40,11 @@ def test_steps_a_second(benchmark: Any, page_size: int) -> None:
             self.last = now
 
     class Timed(HiCacheMachine):
+        make = TimedDriver
+
         @initialize(config=hicache_configs().filter(lambda c: c["page_size"] == page_size))
         def start(self, config: dict[str, Any]) -> None:
-            self.d = TimedDriver(self.target, **config)
-            self.start_driver(self.d)
+            self.begin(**config)
 
     tally = Tally()
     machine = seed(0)(machine_for(Timed, resolve("refcache"), tally))

@@ -76,7 +76,7 @@ def main() -> None:
         found: Counter[str] = Counter()
         examples: dict[str, str] = {}
         row = f"edges {policy}"
-        SUITES[row] = Suite(row, machine(policy, found, examples), HiCacheDriver.needs)
+        SUITES[row] = Suite(row, machine(policy, found, examples))
         cases, rules = 0, Counter[str]()
         for seed in range(-(-given.examples // CASES)):
             result = run.run_suite(row, target, max_examples=CASES, seed=seed, shrink=False)

@@ -70,12 +70,13 @@ def machine(
     no insert of KV that is being computed, no reset with copies in flight."""
 
     class Machine(HiCacheMachine):
+        make = driver
+
         @initialize(config=hicache_configs().map(lambda c: {**c, "write_policy": policy}))
         def start(self, config: Any) -> None:
-            self.d = driver(self.target, **config)
+            self.begin(**config)
             if streams:
                 self.d.insert = self.d.reset = nothing  # type: ignore[method-assign]
-            self.start_driver(self.d)
 
     return Machine
 
@@ -94,7 +95,7 @@ def rows(target: str, suites: list[str], given: argparse.Namespace) -> None:
             if tiers:
                 row = f"{name} {policy}"
                 made = machine(policy, name.endswith("streams"))
-                SUITES[row] = Suite(row, made, HiCacheDriver.needs)
+                SUITES[row] = Suite(row, made)
             start = time.monotonic()
             result = run.run_suite(row, subject, max_examples=given.examples, seed=given.seed)
             found = result.reason.splitlines()[-1:] or [""]

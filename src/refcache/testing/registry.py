@@ -7,16 +7,6 @@ contract, which must be refused and change nothing; *exact* holds every choice a
 
 from dataclasses import dataclass
 
-from refcache.oracle import (
-    AllocatorDriver,
-    HiCacheDriver,
-    LoopDriver,
-    StreamsDriver,
-    TreeDriver,
-)
-from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
-from refcache.oracle.drivers.ops import OpsDriver
-from refcache.oracle.drivers.ranks.driver import RanksDriver
 from refcache.testing.machines.allocator import (
     AllocatorExactMachine,
     AllocatorMachine,
@@ -33,31 +23,39 @@ from refcache.testing.machines.tree import TreeExactMachine, TreeMachine, TreeMi
 
 @dataclass(frozen=True)
 class Suite:
-    """One row: the machine that runs, and the capabilities that it needs.
+    """One row. The rules of its machine make the steps of a driver, and the driver's bench checks.
 
-    ``share``: of the cases asked for, how many it runs; a step of the loop is worth several calls.
+    Attributes:
+        extra: capabilities beyond those that the driver needs.
+        share: of the cases asked for, how many it runs; a step of the loop is worth several calls.
     """
 
     name: str
     machine: type[DriverMachine]
-    needs: frozenset[str]
+    extra: frozenset[str] = frozenset()
     share: float = 1.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The capabilities that it asks of a target."""
+        needs: frozenset[str] = self.machine.make.needs | self.extra
+        return needs
 
 
 EXACT = frozenset({"exact"})
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        Suite("allocator.state", AllocatorMachine, AllocatorDriver.needs),
-        Suite("allocator.misuse", AllocatorMisuseMachine, AllocatorMisuseDriver.needs, 0.5),
-        Suite("allocator.exact", AllocatorExactMachine, AllocatorDriver.needs | EXACT, 0.5),
-        Suite("tree.state", TreeMachine, TreeDriver.needs),
-        Suite("tree.misuse", TreeMisuseMachine, TreeMisuseDriver.needs, 0.5),
-        Suite("tree.exact", TreeExactMachine, TreeDriver.needs | EXACT, 0.5),
-        Suite("loop.state", LoopMachine, LoopDriver.needs, 0.25),
-        Suite("hicache.state", HiCacheMachine, HiCacheDriver.needs, 0.3),
-        Suite("hicache.streams", StreamsMachine, StreamsDriver.needs, 0.1),
-        Suite("hicache.ranks", RanksMachine, RanksDriver.needs, 0.1),
-        Suite("ops.transfer", OpsMachine, OpsDriver.needs, 0.1),
+        Suite("allocator.state", AllocatorMachine),
+        Suite("allocator.misuse", AllocatorMisuseMachine, share=0.5),
+        Suite("allocator.exact", AllocatorExactMachine, EXACT, 0.5),
+        Suite("tree.state", TreeMachine),
+        Suite("tree.misuse", TreeMisuseMachine, share=0.5),
+        Suite("tree.exact", TreeExactMachine, EXACT, 0.5),
+        Suite("loop.state", LoopMachine, share=0.25),
+        Suite("hicache.state", HiCacheMachine, share=0.3),
+        Suite("hicache.streams", StreamsMachine, share=0.1),
+        Suite("hicache.ranks", RanksMachine, share=0.1),
+        Suite("ops.transfer", OpsMachine, share=0.1),
     )
 }

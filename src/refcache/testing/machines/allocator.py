@@ -22,13 +22,12 @@ class AllocatorMachine(DriverMachine):
     """Suite ``allocator.state``."""
 
     d: AllocatorDriver
-    make: type[AllocatorDriver] = AllocatorDriver
+    make = AllocatorDriver
     profile: str | None = None
 
     @initialize(config=allocator_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = self.make(self.target, **config, profile=self.profile)
-        self.start_driver(self.d)
+        self.begin(**config, profile=self.profile)
 
     @rule(pages=st.integers(0, 3))
     def alloc(self, pages: int) -> None:

@@ -26,15 +26,18 @@ class DriverMachine(RuleBasedStateMachine):
 
     target: ClassVar[Target]
     tally: ClassVar[Tally]
+    make: ClassVar[type[Any]]
+    """The driver whose steps the rules make."""
+    d: Any
     driver: Driver | None = None
-    make: type[Any]
     opening: ClassVar[tuple[Call, ...]] = ()
     """A fixed program, with the default configuration, run once before the drawn ones."""
     steps: ClassVar[int] = 50
     """Of a case, at most."""
 
-    def start_driver(self, driver: Driver) -> None:
-        self.driver = driver
+    def begin(self, **config: Any) -> None:
+        """Make the driver of a case."""
+        self.d = self.driver = self.make(self.target, **config)
         self.tally.cases += 1
 
     def teardown(self) -> None:

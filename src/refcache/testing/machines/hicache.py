@@ -33,6 +33,7 @@ class HiCacheMachine(DriverMachine):
     """Most of what a one-tier tree does, and what moves between the tiers."""
 
     d: HiCacheDriver
+    make = HiCacheDriver
 
     admit = TreeMachine.admit
     admit_twins = TreeMachine.admit_twins
@@ -51,8 +52,7 @@ class HiCacheMachine(DriverMachine):
 
     @initialize(config=hicache_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = HiCacheDriver(self.target, **config)
-        self.start_driver(self.d)
+        self.begin(**config)
 
     @rule(tokens=prompts, extra_key=namespaces, num_tokens=much)
     def bury(self, tokens: Any, extra_key: Any, num_tokens: int) -> None:

@@ -20,11 +20,11 @@ class LoopMachine(DriverMachine):
     """Suite ``loop.state``."""
 
     d: LoopDriver
+    make = LoopDriver
 
     @initialize(config=loop_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = LoopDriver(self.target, **config)
-        self.start_driver(self.d)
+        self.begin(**config)
 
     @rule(
         tokens=prompts,

@@ -46,8 +46,7 @@ class OpsMachine(DriverMachine):
 
     @initialize()
     def start(self) -> None:
-        self.d = OpsDriver(self.target)
-        self.start_driver(self.d)
+        self.begin()
 
     @precondition(lambda self: any(op in cases.OPS for op in self.d.names))
     @rule(rng=randoms)

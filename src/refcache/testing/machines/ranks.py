@@ -16,11 +16,11 @@ class RanksMachine(HiCacheMachine):
     """What ``hicache.state`` does, on two or three ranks; each machine is advanced on its own."""
 
     d: RanksDriver  # type: ignore[assignment]
+    make = RanksDriver  # type: ignore[assignment]
 
     @initialize(config=hicache_configs(), delays=delays)
     def start(self, config: dict[str, Any], delays: Any) -> None:
-        self.d = RanksDriver(self.target, **config | {"delays": delays})
-        self.start_driver(self.d)
+        self.begin(**config | {"delays": delays})
 
     @rule(rank=index, choices=st.lists(index, min_size=1, max_size=6).map(tuple))
     def work(self, rank: int, choices: Any) -> None:

@@ -36,8 +36,7 @@ class StreamsMachine(DriverMachine):
 
     @initialize()
     def start(self) -> None:
-        self.d = StreamsDriver(self.target)
-        self.start_driver(self.d)
+        self.begin()
 
     @rule(
         prompts=sessions(),

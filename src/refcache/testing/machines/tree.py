@@ -26,13 +26,12 @@ class TreeMachine(DriverMachine):
     """Suite ``tree.state``."""
 
     d: TreeDriver
-    make: type[TreeDriver] = TreeDriver
+    make = TreeDriver
     profile: str | None = None
 
     @initialize(config=tree_configs())
     def start(self, config: dict[str, Any]) -> None:
-        self.d = self.make(self.target, **config, profile=self.profile)
-        self.start_driver(self.d)
+        self.begin(**config, profile=self.profile)
 
     @rule(tokens=prompts, extra_key=namespaces, chunk=chunks, priority=priorities)
     def admit(self, tokens: Any, extra_key: Any, chunk: Any, priority: int) -> None:
