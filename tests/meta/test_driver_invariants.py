@@ -247,8 +247,8 @@ CASES: list[tuple[Any, str, str, PlantedBug, dict[str, Any], tuple[tuple[Any, ..
         f"{BASE}.available_size", lambda n: n - 1), {}, (("evict", 1),)),
     (LoopDriver, "P3", "+ 0 protected + 0 private = 17 tokens, but the pool has 16", result(
         f"{TREE}.evictable_size", lambda n: n + (n > 0)), {}, (("submit", (0, 1)), ("run", 3))),
-    (LoopDriver, "A3", "is not listed as an evictable leaf", patch(f"{TREE}.insert", unlisted), {},
-        (("submit", (0, 1)), ("run", 3))),
+    (LoopDriver, "A3", "is not listed as an evictable leaf", patch(
+        f"{TREE}._insert_helper", unlisted), {}, (("submit", (0, 1)), ("run", 3))),
     # ---- streams
     (StreamsDriver, "X5", "edge key-getter (reading K", nothing(f"{CONTROLLER}.evict_host"),
         {"without_edge": "key-getter"}, (("edge", "key-getter"),)),

@@ -101,7 +101,7 @@ def test_a_slow_rank_keeps_what_the_others_have_finished():
     d.poll()
     assert [rank.tree.evictable_size() for rank in d.ranks] == [3, 3]
     d.wind_down()
-    assert d.bench.group.calls[0] == d.group.calls[1]
+    assert d.bench.group.calls[0] == d.bench.group.calls[1]
     assert d.bench.group.calls[0] == [WRITES, LOADS] * 3
 
 

@@ -160,6 +160,7 @@ def _judged(trace: Path) -> dict[str, Any] | None:
         return None
     try:
         verdict = judge_trace(trace)
-        return {**asdict(verdict), "argument": list(verdict.argument)}
+        lists = {"argument": list(verdict.argument), "notes": list(verdict.notes)}
+        return asdict(verdict) | lists
     except RefcacheError as error:
         return {"verdict": "unknown", "damage": str(error)}

@@ -66,6 +66,7 @@ class RadixCache(RadixTree):
         >>> cache = RadixCache.create_simulated(page_size=2)
         >>> cache.insert(InsertParams(RadixKey([1, 2, 3, 4]), torch.tensor([2, 3, 6, 7])))
         InsertResult(prefix_len=0, mamba_exist=False)
+        >>> from refcache.types import MatchPrefixParams
         >>> cache.match_prefix(MatchPrefixParams(RadixKey([1, 2, 9, 9, 9]))).device_indices.tolist()
         [2, 3]
         >>> cache.pretty_print()
