@@ -38,7 +38,7 @@ HOMES = (
     "refcache.tree.strategies",
     "refcache.engine",
     "refcache.engine.alloc",
-    "refcache.engine.schedule_policy",
+    "refcache.engine.scheduling.schedule_policy",
 )
 """Where a public name may live, lowest floor first."""
 

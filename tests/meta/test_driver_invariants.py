@@ -42,7 +42,7 @@ BASE = "refcache.allocator.base:BaseTokenToKVPoolAllocator"
 RADIX = "refcache.tree.radix_cache:RadixCache"
 TREE = "refcache.tree.radix_tree:RadixTree"
 ROWS = "refcache.pool.req_to_token:ReqToTokenPool"
-SCHEDULER = "refcache.engine.scheduler:Scheduler"
+SCHEDULER = "refcache.engine.scheduling.scheduler:Scheduler"
 CONTROLLER = "refcache.controller.hicache_controller:HiCacheController"
 
 

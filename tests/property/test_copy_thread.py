@@ -18,8 +18,8 @@ from refcache.engine import (
     SamplingParams,
     Scheduler,
     TokenizedGenerateReqInput,
-    recovery,
 )
+from refcache.engine.scheduling import recovery
 from refcache.errors import CopyFailed, NeverDone
 from refcache.pool import MHATokenToKVPool, host_pool_for
 from refcache.runtime import (

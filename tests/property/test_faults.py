@@ -7,7 +7,7 @@ import torch
 
 from refcache.allocator import TokenToKVPoolAllocator
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
-from refcache.engine.observer import SchedulerObserver
+from refcache.engine.scheduling.observer import SchedulerObserver
 from refcache.errors import CopyFailed, ForeignNode, InvalidArgument, StaleMatch
 from refcache.keys import RadixKey
 from refcache.oracle import HiCacheDriver, resolve

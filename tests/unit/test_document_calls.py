@@ -18,7 +18,7 @@ from refcache.engine import (
 from refcache.engine.alloc import alloc_paged_token_slots_extend, write_cache_indices
 from refcache.engine.model_runner import MemoryPoolConfig, ModelRunner, make_model
 from refcache.engine.models.model import TagModel
-from refcache.engine.scheduler import make_tree
+from refcache.engine.scheduling.scheduler import make_tree
 from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased, NotIdle, UnknownName
 from refcache.events import AllBlocksCleared
 from refcache.keys import RadixKey

@@ -7,7 +7,7 @@ import torch
 
 from refcache.allocator import TokenToKVPoolAllocator
 from refcache.engine import Req, SamplingParams, ScheduleBatch, Scheduler, TokenizedGenerateReqInput
-from refcache.engine.schedule_policy import (
+from refcache.engine.scheduling.schedule_policy import (
     CacheAgnosticPolicy,
     CacheAwarePolicy,
     SchedulePolicy,

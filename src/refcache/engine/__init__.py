@@ -11,11 +11,11 @@ from refcache.engine.models.content import (
     read_every_row,
     read_nothing,
 )
-from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, FINISH_LENGTH, FINISH_MATCHED_TOKEN, Req
 from refcache.engine.schedule_batch import ForwardMode, ModelWorkerBatch, ScheduleBatch
-from refcache.engine.schedule_policy import AddReqResult, PrefillAdder
-from refcache.engine.scheduler import Scheduler
+from refcache.engine.scheduling.observer import SchedulerObserver
+from refcache.engine.scheduling.schedule_policy import AddReqResult, PrefillAdder
+from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.engine.tp_worker import TpModelWorker
 
 __all__ = [

@@ -17,10 +17,10 @@ from refcache.engine.models.content import (
     read_every_row,
     read_nothing,
 )
-from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.scheduler import Scheduler
+from refcache.engine.scheduling.observer import SchedulerObserver
+from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.errors import InvalidArgument
 from refcache.keys import TOKEN
 from refcache.oracle.rules.violation import Violation

@@ -7,7 +7,7 @@ the cache.
 
 import torch
 
-from refcache.engine.scheduler import Scheduler
+from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.oracle.rules.check import CHECKS, check_state, check_sums
 from refcache.oracle.view.scheduler import private_tokens, running, state_of
 from refcache.oracle.view.state import State

@@ -13,10 +13,10 @@ from typing import Any
 from refcache.engine.io_struct import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.content import RowCheck
-from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.scheduler import Scheduler
+from refcache.engine.scheduling.observer import SchedulerObserver
+from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.errors import OutOfSlots
 from refcache.oracle.ledger.ledger import Ledger, Note
 from refcache.oracle.ledger.recording import RecordingAllocator

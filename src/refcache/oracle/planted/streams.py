@@ -95,7 +95,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "failing-thread-is-believed",
         "slip",
         "what was computed of a load that failed is handed out",
-        "refcache.engine.recovery:failed_copy",
+        "refcache.engine.scheduling.recovery:failed_copy",
         lambda original: lambda scheduler: None,
         "hicache.streams",
     ),

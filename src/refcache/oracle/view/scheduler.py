@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from refcache.engine.req import Req
-from refcache.engine.scheduler import Scheduler
+from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.oracle.view.state import RequestView, State
 from refcache.oracle.view.tree import TreeView
 

@@ -1,6 +1,7 @@
 """Who is prefilled next: ``PrefillAdder`` with its budgets, and what orders the waiting queue.
 
-The order is :mod:`refcache.engine.queue_policy`; its classes are here, too, as in SGLang.
+The order is :mod:`refcache.engine.scheduling.queue_policy`; its classes are here, too, as in
+SGLang.
 
 Budgets, in tokens:
 
@@ -23,10 +24,10 @@ from typing import Any
 
 import torch
 
-from refcache.engine.queue_policy import CacheAgnosticPolicy as CacheAgnosticPolicy
-from refcache.engine.queue_policy import CacheAwarePolicy as CacheAwarePolicy
-from refcache.engine.queue_policy import SchedulePolicy as SchedulePolicy
 from refcache.engine.req import Req
+from refcache.engine.scheduling.queue_policy import CacheAgnosticPolicy as CacheAgnosticPolicy
+from refcache.engine.scheduling.queue_policy import CacheAwarePolicy as CacheAwarePolicy
+from refcache.engine.scheduling.queue_policy import SchedulePolicy as SchedulePolicy
 from refcache.errors import InvalidArgument, refuse_unmodelled
 from refcache.types import InitLoadBackParams, ServerArgs
 

@@ -9,7 +9,8 @@ overlap loop launches the next batch first, so that the host's work hides behind
 Allocation, request rows and eviction are decided on the schedule stream; forwards run on the
 forward stream, in order. A slot that step k+1 frees may still be written by forward k+1; its next
 owner's forward comes later on that stream. Choosing a batch is in
-:mod:`refcache.engine.batching`, results in :mod:`refcache.engine.output_processor`.
+:mod:`refcache.engine.scheduling.batching`, results in
+:mod:`refcache.engine.scheduling.output_processor`.
 
 Models SGLang 0.5.10's ``Scheduler`` for one rank that prefills and decodes; left out: grammars,
 LoRA, speculation, disaggregation, mixed chunks, metrics, the control plane.
@@ -21,8 +22,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from refcache.engine import recovery
-from refcache.engine.batching import SchedulerBatchingMixin
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
@@ -34,10 +33,12 @@ from refcache.engine.model_runner import (
     make_model,
 )
 from refcache.engine.models.content import RowCheck
-from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import FINISH_ABORT, Req, ReqTimeStats
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.schedule_policy import SchedulePolicy
+from refcache.engine.scheduling import recovery
+from refcache.engine.scheduling.batching import SchedulerBatchingMixin
+from refcache.engine.scheduling.observer import SchedulerObserver
+from refcache.engine.scheduling.schedule_policy import SchedulePolicy
 from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
 from refcache.errors import InvalidArgument, NotIdle
 from refcache.pool import KVCache
@@ -80,8 +81,8 @@ class Scheduler(SchedulerBatchingMixin):
 
     Attributes:
         finished_reqs: requests that ended, oldest first; the caller may empty it.
-        new_token_ratio: see :class:`~refcache.engine.schedule_policy.PrefillAdder`; falls with each
-            decode step, rises after a retraction.
+        new_token_ratio: see :class:`~refcache.engine.scheduling.schedule_policy.PrefillAdder`;
+            falls with each decode step, rises after a retraction.
     """
 
     def __init__(

@@ -9,16 +9,16 @@ from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
 from refcache.engine.model_config import ModelConfig
-from refcache.engine.output_processor import SchedulerOutputProcessorMixin
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
-from refcache.engine.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from refcache.engine.scheduling.output_processor import SchedulerOutputProcessorMixin
+from refcache.engine.scheduling.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from refcache.errors import CopyFailed
 from refcache.types import ServerArgs, SpeculativeAlgorithm
 
 
 class SchedulerBatchingMixin(SchedulerOutputProcessorMixin):
-    """The choosing half of :class:`refcache.engine.scheduler.Scheduler`."""
+    """The choosing half of :class:`refcache.engine.scheduling.scheduler.Scheduler`."""
 
     server_args: ServerArgs
     page_size: int

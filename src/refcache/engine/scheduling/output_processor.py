@@ -3,15 +3,15 @@
 from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
-from refcache.engine.observer import SchedulerObserver
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
+from refcache.engine.scheduling.observer import SchedulerObserver
 from refcache.engine.tp_worker import GenerationBatchResult
 from refcache.runtime import Runtime
 
 
 class SchedulerOutputProcessorMixin:
-    """The result half of :class:`refcache.engine.scheduler.Scheduler`.
+    """The result half of :class:`refcache.engine.scheduling.scheduler.Scheduler`.
 
     In the overlap loop a result is processed after the next batch was launched, so a request may be
     finished, or have been retracted, since: its token is dropped (a retracted request computes it
