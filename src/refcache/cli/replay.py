@@ -35,7 +35,7 @@ def replay(
     device_tokens: Annotated[
         str, typer.Option(metavar="N|unlimited", help="Size of the device pool in tokens.")
     ] = "3000000",
-    policy: Annotated[str, typer.Option(help="Eviction strategy.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Eviction strategy, or pkg.module:Class.")] = "lru",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
     serial: Annotated[bool, typer.Option("--serial", help="One request at a time.")] = False,
     no_decode: Annotated[bool, typer.Option("--no-decode", help="Prefills only.")] = False,
@@ -48,11 +48,20 @@ def replay(
     form: FormatOption = None,
     block_size: BlockSizeOption = None,
     tokenizer: TokenizerOption = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=V,V", help="Replay once for each value; may be repeated."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With a sweep: draw its hit rates (.svg or .png).")
+    ] = None,
 ) -> int:
     """Serve a trace with the reference and check each step.
 
     Prints hits, evictions, tokens computed, checks made and the time.
     """
+    if plot is not None and not sweep:
+        raise InvalidArgument("--plot: expected --sweep device-tokens=N,N,... beside it")
     import torch
 
     from refcache.oracle import Violation
@@ -73,6 +82,11 @@ def replay(
     read = read_requests(
         trace, format=form, block_size=block_size, limit=limit, tokenizer=tokenizer
     )
+    if sweep:
+        from refcache.cli.sweep import sweep as run_sweep
+        from refcache.replay.sweep import grid
+
+        return run_sweep(read, grid(config, sweep), plot, as_json)
     requests = list(read.requests)
     bound = prefix_bound(requests)
     bar = progress()

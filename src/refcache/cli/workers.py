@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from refcache.cli.console import status
 from refcache.testing.processes import begin, starting
@@ -86,7 +86,24 @@ class Hunt(NamedTuple):
         return hunt(find(self.bug), seed=self.seed, only_one=self.only_one)
 
 
-def in_order(tasks: Sequence[Run | Hunt]) -> Iterator[Any]:
+class Task(Protocol):
+    """What a process of its own can do; its string says what runs."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it may run in this very process."""
+        ...
+
+    def work(self) -> Any:
+        """Do it."""
+        ...
+
+    def died(self) -> Any:
+        """The result of a process that ended on the way."""
+        ...
+
+
+def in_order(tasks: Sequence[Task]) -> Iterator[Any]:
     """Yield what each task's ``work`` returns, in the order of ``tasks``.
 
     A target that ends its process is a result too: the tasks that are left then run one process
@@ -110,7 +127,7 @@ def in_order(tasks: Sequence[Run | Hunt]) -> Iterator[Any]:
                 yield task.died()
 
 
-def _pooled(tasks: Sequence[Run | Hunt], workers: int) -> Iterator[Any]:
+def _pooled(tasks: Sequence[Task], workers: int) -> Iterator[Any]:
     with ProcessPoolExecutor(
         max_workers=min(len(tasks), workers),
         mp_context=get_context("spawn"),

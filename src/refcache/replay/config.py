@@ -16,7 +16,7 @@ class ReplayConfig:
     Attributes:
         page_size: tokens a page.
         device_tokens: capacity of the device, cut to whole pages; None is without bound.
-        policy: eviction policy.
+        policy: eviction policy, or ``pkg.module:Class`` of an ``EvictionStrategy`` of one's own.
         limit: requests to replay at most.
         serial: each request runs to its end before the next arrives.
         no_decode: a request ends with its first token.
@@ -54,7 +54,7 @@ class ReplayConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise InvalidArgument(f"{name}={value}: expected at least {low}")
-        if self.policy not in EVICTION_POLICIES:
+        if ":" not in self.policy and self.policy not in EVICTION_POLICIES:
             raise UnknownName("policy", self.policy, EVICTION_POLICIES)
         if self.check not in CHECKS:
             raise UnknownName("check", self.check, CHECKS)

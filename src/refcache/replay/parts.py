@@ -1,5 +1,6 @@
 """What a replay is made of: prompts, trees and an observer that count, the scheduler."""
 
+import importlib
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from refcache.oracle.rules.violation import Violation
 from refcache.readers import TraceRequest
 from refcache.replay.config import ReplayConfig
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
+from refcache.tree.strategies import EvictionStrategy
 from refcache.types import (
     CacheInitParams,
     EvictParams,
@@ -102,6 +104,22 @@ class Counts(SchedulerObserver):
             self.progress(self.finished, self.total)
 
 
+def own_strategy(spec: str) -> EvictionStrategy:
+    """The strategy that ``pkg.module:Class`` makes.
+
+    Raises:
+        InvalidArgument: it does not import, or what it makes has no ``get_priority``.
+    """
+    module, _, name = spec.partition(":")
+    try:
+        made: EvictionStrategy = getattr(importlib.import_module(module), name)()
+    except Exception as error:
+        raise InvalidArgument(f"policy {spec!r}: {error!r}") from error
+    if not callable(getattr(made, "get_priority", None)):
+        raise InvalidArgument(f"policy {spec!r}: expected a class with get_priority(node)")
+    return made
+
+
 def make_scheduler(
     trace: list[TraceRequest], config: ReplayConfig, observer: SchedulerObserver
 ) -> Scheduler:
@@ -131,11 +149,17 @@ def make_scheduler(
             return TokenToKVPoolAllocator(size, dtype, "cpu", pool, need_sort=unlimited)
         return PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", pool, need_sort=unlimited)
 
+    own = own_strategy(config.policy) if ":" in config.policy else None
+
     def make_tree(params: CacheInitParams, server_args: ServerArgs) -> RadixCache:
-        if not server_args.enable_hierarchical_cache:
-            return CountingRadixCache(params)
-        tree = CountingHiRadixCache(params, server_args)
-        tree.load_back_threshold = config.load_back_threshold
+        tree: RadixCache
+        if server_args.enable_hierarchical_cache:
+            tree = CountingHiRadixCache(params, server_args)
+            tree.load_back_threshold = config.load_back_threshold
+        else:
+            tree = CountingRadixCache(params)
+        if own is not None:
+            tree.eviction_strategy = own
         return tree
 
     def on_wrong(wrong: WrongContent) -> None:
@@ -155,7 +179,7 @@ def make_scheduler(
             max_prefill_tokens=chunk,
             chunked_prefill_size=chunk,
             context_length=longest,
-            radix_eviction_policy=config.policy,
+            radix_eviction_policy="lru" if own is not None else config.policy,
             disable_overlap_schedule=config.serial,  # nothing else runs: nothing to overlap
             enable_hierarchical_cache=config.host_ratio is not None,
             hicache_ratio=config.host_ratio or 1,
