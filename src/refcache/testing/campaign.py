@@ -29,7 +29,7 @@ from typing import Any
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
 from refcache.testing.processes import begin, starting
-from refcache.testing.registry import SUITES
+from refcache.testing.registry import needs_of
 from refcache.testing.report import failure_name, write_failure
 from refcache.testing.run import list_suites, run_suite
 
@@ -93,7 +93,7 @@ def plan_for(target: str, suites: list[str] | None, **options: Any) -> Plan:
     known = resolve(target)
     wanted: list[str | None] = [*suites] if suites else [None]
     names = [name for part in wanted for name in list_suites(part)]
-    able = tuple(n for n in dict.fromkeys(names) if not known.lacks(SUITES[n].needs))
+    able = tuple(n for n in dict.fromkeys(names) if not known.lacks(needs_of(n)))
     if not able:
         raise InvalidArgument(f"target {target!r} lacks what {', '.join(names)} need")
     return Plan(target, able, **options)

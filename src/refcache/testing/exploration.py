@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from refcache.errors import InvalidArgument
-from refcache.oracle import SENTENCES, Driver, Violation, resolve
+from refcache.oracle import SENTENCES, resolve
 from refcache.oracle.explore.journal import Journal
 from refcache.oracle.explore.scopes import SCOPES
 from refcache.oracle.explore.search import (
@@ -24,6 +24,7 @@ from refcache.oracle.explore.search import (
     Limits,
     Search,
     Searcher,
+    broken,
     entered,
     expansions,
     goes_on,
@@ -152,12 +153,5 @@ def failure_of(task: Task, state: Search) -> Failure:
         evidence = f"{task.target} ended the process that went on from {program}"
         sentence = SENTENCES["crash"]
         return Failure("crash", sentence, evidence, (), f"crash: {evidence}\n  rule: {sentence}")
-    driver: Driver | None = None
     with task.conditions():
-        try:
-            driver = SCOPES[task.scope].start(resolve(task.target))
-            for name, args in program:
-                getattr(driver, name)(*args)
-        except Violation as violation:
-            return explain(violation, driver)
-    raise AssertionError(f"{program} breaks no rule when it is run again")
+        return explain(*broken(SCOPES[task.scope], resolve(task.target), program))

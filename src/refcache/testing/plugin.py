@@ -44,14 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"refcache: {name.lower()} {given!r}: expected {least} or more")
     if "REFCACHE_XFAILS" in os.environ:
         from refcache.errors import InvalidArgument
-        from refcache.testing.registry import SUITES
+        from refcache.testing.registry import EXPLORED, SUITES
         from refcache.testing.xfails import read_xfails
 
         try:
             xfails = read_xfails(os.environ["REFCACHE_XFAILS"])
         except InvalidArgument as error:
             raise pytest.UsageError(f"refcache: {error}") from None
-        for unmatched in xfails.unmatched(SUITES):
+        for unmatched in xfails.unmatched({*SUITES, *EXPLORED}):
             message = f"refcache: xfail {unmatched} matches no suite and rule"
             config.issue_config_time_warning(pytest.PytestConfigWarning(message), stacklevel=2)
 

@@ -2,11 +2,13 @@
 
 Kinds: *state* makes legal calls and checks every rule; *misuse* mixes in calls that break the
 contract, which must be refused and change nothing; *exact* holds every choice against SGLang
-0.5.10's, so that a changed policy is seen; *ranks* runs one program on ranks that differ in time.
+0.5.10's, so that a changed policy is seen; *ranks* runs one program on ranks that differ in time;
+*explore* draws nothing: it tries all small programs, as far as its share goes.
 """
 
 from dataclasses import dataclass
 
+from refcache.oracle.explore import SCOPES
 from refcache.testing.machines.allocator import (
     AllocatorExactMachine,
     AllocatorMachine,
@@ -19,6 +21,7 @@ from refcache.testing.machines.ops import OpsMachine
 from refcache.testing.machines.ranks import RanksMachine
 from refcache.testing.machines.streams import StreamsMachine
 from refcache.testing.machines.tree import TreeExactMachine, TreeMachine, TreeMisuseMachine
+from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,22 @@ class Suite:
         return needs
 
 
+@dataclass(frozen=True)
+class Share:
+    """One row that explores: how many programs of each scope, for 100 cases asked for.
+
+    Scopes are explored whole that fit in; see :mod:`refcache.oracle.explore.scopes`.
+    """
+
+    name: str
+    programs: dict[str, int]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The capabilities that it asks of a target."""
+        return frozenset().union(*(SCOPES[name].driver.needs for name in self.programs))
+
+
 EXACT = frozenset({"exact"})
 SUITES: dict[str, Suite] = {
     suite.name: suite
@@ -59,3 +78,26 @@ SUITES: dict[str, Suite] = {
         Suite("ops.transfer", OpsMachine, share=0.1),
     )
 }
+EXPLORED: dict[str, Share] = {
+    share.name: share
+    for share in (
+        Share(
+            "allocator.explore",
+            {"allocator.tokens": 3_000, "allocator.pages": 13_000, "allocator.sorted": 17_000},
+        ),
+        Share(
+            "tree.explore",
+            {"tree.requests": 12_000, "tree.requests_pages": 1_500}
+            | {f"tree.{policy}": 1_000 for policy in EVICTION_POLICIES},
+        ),
+        Share(
+            "hicache.explore",
+            {f"hicache.{policy}": 1_500 for policy in WRITE_POLICIES},
+        ),
+    )
+}
+
+
+def needs_of(suite: str) -> frozenset[str]:
+    """The capabilities that a suite needs, whether it draws or explores."""
+    return (EXPLORED if suite in EXPLORED else SUITES)[suite].needs

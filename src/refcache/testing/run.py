@@ -16,13 +16,14 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Driver, Target, Violation, resolve
+from refcache.oracle.explore import SCOPES, Limits, broken, explored
 from refcache.oracle.planted import PlantedBug, active_bugs
 from refcache.oracle.program.shrink import shrink as shrunk
 from refcache.oracle.rules.violation import without_rules
 from refcache.oracle.target.config import check_profile
 from refcache.testing.draws import without_local_constants
 from refcache.testing.machines.base import DriverMachine, Tally, machine_for
-from refcache.testing.registry import EXACT, SUITES
+from refcache.testing.registry import EXACT, EXPLORED, SUITES, Share, needs_of
 
 MAX_EXAMPLES = 100
 HUNT_EXAMPLES = 1000
@@ -52,7 +53,8 @@ class Failure:
 @dataclass(frozen=True)
 class SuiteResult:
     """One row of the verdict. ``failure`` is set for a violation or an xfail; ``reason`` says why
-    the verdict is another one than ok or violation."""
+    the verdict is another one than ok or violation. Of a suite that explores ``cases`` counts
+    states, ``steps`` programs, and ``reason`` says what was explored whole."""
 
     suite: str
     cases: int
@@ -69,11 +71,12 @@ def list_suites(select: str | None = None) -> list[str]:
         UnknownName: nothing is called so.
     """
     if select is None:
-        return list(SUITES)
-    names = [name for name in SUITES if name == select or select in name.split(".")]
+        return [*SUITES, *EXPLORED]
+    known = [*SUITES, *EXPLORED]
+    names = [name for name in known if name == select or select in name.split(".")]
     if not names:
-        parts = {part for name in SUITES for part in name.split(".")}
-        raise UnknownName("suite", select, {*SUITES, *parts})
+        parts = {part for name in known for part in name.split(".")}
+        raise UnknownName("suite", select, {*known, *parts})
     return names
 
 
@@ -100,10 +103,12 @@ def run_suite(
         UnknownName: no suite or profile of that name.
         InvalidArgument: ``max_examples`` below 1.
     """
-    if name not in SUITES:
-        raise UnknownName("suite", name, SUITES)
+    if name not in SUITES and name not in EXPLORED:
+        raise UnknownName("suite", name, {*SUITES, *EXPLORED})
     if max_examples < 1:
         raise InvalidArgument(f"max_examples={max_examples}: expected at least 1")
+    if name in EXPLORED:
+        return _explore(EXPLORED[name], target, max_examples)
     suite = SUITES[name]
     needs, attributes = suite.needs, {}
     if profile is not None:
@@ -130,6 +135,35 @@ def run_suite(
         reason = traceback.format_exc()
         return SuiteResult(name, tally.cases, tally.steps, "unknown", reason=reason)
     return SuiteResult(name, tally.cases, tally.steps, "ok")
+
+
+def _explore(share: Share, target: Target, max_examples: int) -> SuiteResult:
+    """The scopes of a share, one after the other, each as far as its programs go."""
+    lacking = target.lacks(share.needs)
+    if lacking:
+        reason = f"the target lacks {', '.join(lacking)}"
+        return SuiteResult(share.name, 0, 0, "skipped", reason=reason)
+    states = programs = whole = 0
+    for name, most in share.programs.items():
+        scope = SCOPES[name]
+        try:
+            found = explored(scope, target, Limits(max(1, most * max_examples // MAX_EXAMPLES)))
+            states, programs = states + len(found.states), programs + found.programs
+            if found.failing is not None:
+                violation, driver = broken(scope, target, found.failing)
+                failure = explain(violation, driver)
+                return SuiteResult(share.name, states, programs, "violation", failure)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            reason = traceback.format_exc()
+            return SuiteResult(share.name, states, programs, "unknown", reason=reason)
+        if found.parted:
+            reason = f"{name}: merged states differ: {found.parted}"
+            return SuiteResult(share.name, states, programs, "unknown", reason=reason)
+        whole += found.complete
+    reason = f"{whole} of {len(share.programs)} scopes whole"
+    return SuiteResult(share.name, states, programs, "ok", reason=reason)
 
 
 @dataclass(frozen=True)
@@ -166,7 +200,7 @@ class Caught:
 
 def lacking(bug: PlantedBug) -> list[str]:
     """What the reference lacks here for the bug's suite: ``ops`` without Triton."""
-    return resolve("refcache").lacks(SUITES[bug.suite].needs)
+    return resolve("refcache").lacks(needs_of(bug.suite))
 
 
 def hunt(

@@ -80,6 +80,9 @@ class AllocatorSuite(PartSuite):
     def test_exact(self) -> None:
         self.judge("allocator.exact")
 
+    def test_explore(self) -> None:
+        self.judge("allocator.explore")
+
 
 class TreeSuite(PartSuite):
     """Suites of the part ``tree``."""
@@ -92,6 +95,9 @@ class TreeSuite(PartSuite):
 
     def test_exact(self) -> None:
         self.judge("tree.exact")
+
+    def test_explore(self) -> None:
+        self.judge("tree.explore")
 
 
 class LoopSuite(PartSuite):
@@ -112,6 +118,9 @@ class HiCacheSuite(PartSuite):
 
     def test_ranks(self) -> None:
         self.judge("hicache.ranks")
+
+    def test_explore(self) -> None:
+        self.judge("hicache.explore")
 
 
 class OpsSuite(PartSuite):

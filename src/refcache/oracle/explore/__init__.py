@@ -9,7 +9,7 @@ states one, and :mod:`.scopes` for what is explored.
 from refcache.oracle.explore.fingerprint import Fingerprint, Names, Vocabulary, fingerprint
 from refcache.oracle.explore.journal import Journal
 from refcache.oracle.explore.scopes import SCOPES, select
-from refcache.oracle.explore.search import Limits, Scope, Search, Searcher, explored
+from refcache.oracle.explore.search import Limits, Scope, Search, Searcher, broken, explored
 from refcache.oracle.explore.snapshot import CannotCopy, Frozen, freeze
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Search",
     "Searcher",
     "Vocabulary",
+    "broken",
     "explored",
     "fingerprint",
     "freeze",

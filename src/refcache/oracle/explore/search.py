@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from refcache.errors import InvalidArgument
 from refcache.oracle.explore.fingerprint import (
     Move,
     Names,
@@ -375,3 +376,21 @@ def explored(scope: Scope, target: Target, limits: Limits = NO_LIMITS) -> Search
     for _ in entered(state, searcher, expansions(searcher, state, limits)):
         pass
     return state
+
+
+def broken(
+    scope: Scope, target: Target, program: Iterable[Call]
+) -> tuple[Violation, Driver | None]:
+    """The violation of a failing program, and its driver; None where none could be made.
+
+    Raises:
+        InvalidArgument: the program breaks no rule.
+    """
+    driver: Driver | None = None
+    try:
+        driver = scope.start(target)
+        for name, args in program:
+            getattr(driver, name)(*args)
+    except Violation as violation:
+        return violation, driver
+    raise InvalidArgument(f"{_text(program)}: breaks no rule when it is run again")
