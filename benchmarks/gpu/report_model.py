@@ -1,6 +1,7 @@
 """The part of docs/performance.md about transfers beside a model, and its figure.
 
 Made of the results of ``bench_model.py``: ``<prefix>-mha.json`` and ``-mla.json`` (one run each),
+``-mla-before.json`` (with earlier rules),
 ``-caps.json`` (kernels under other caps, for the figure) and ``-recipe.json``.
 """
 
@@ -87,10 +88,14 @@ by the copy engine from 16 KiB a copy, else by a kernel of two programs. What th
 MLA_TEXT = """
 ### MLA
 
-61 layers with one row of 1,152 bytes. This run was made with the rules and the tiles of the
-version before (kernels of three programs with half the bytes in flight for loads from 1 GiB, one
-program for writes; the engine also for small loads of pages of 64), so its kernel rows are not
-what the rules above would give.
+61 layers with one row of 1,152 bytes.
+
+"""
+
+MLA_BEFORE = """
+The rest of the MLA run was made with the rules and the tiles of the version before (kernels of
+three programs with half the bytes in flight for loads from 1 GiB, one program for writes), so its
+kernel rows are not what the rules above would give:
 
 """
 
@@ -180,7 +185,8 @@ class Results:
 def _way(plan: str) -> str:
     if "'direct'" in plan:
         return "engine"
-    return f"kernel, {plan.split('max_programs=')[1].split(',')[0]} programs"
+    cap = plan.split("max_programs=")[1].split(",")[0]
+    return f"kernel, {cap} program{'s' * (cap != '1')}"
 
 
 def targets(mha: Results) -> str:
@@ -297,11 +303,11 @@ def text(prefix: str, folder: Path) -> str:
     """The part of the page; writes the figure into ``folder``."""
     found = {
         part: json.loads(Path(f"{prefix}-{part}.json").read_text())
-        for part in ("mha", "mla", "caps", "recipe")
+        for part in ("mha", "mla", "mla-before", "caps", "recipe")
     }
     mha = Results(found["mha"]["rows"])
     figure(mha, Results(found["caps"]["rows"]), folder / "performance-frontier.svg")
-    mla = Results(found["mla"]["rows"])
+    mla, before = (Results(found[part]["rows"]) for part in ("mla", "mla-before"))
     writes = (
         "\n### Writes\n\n16,384 tokens (2.1 GB) beside decode steps (batch 64, bound by memory) or "
         'prefill steps. "Lost"\nis the time that the steps take longer, in all; p50 and p99 are of '
@@ -311,5 +317,6 @@ def text(prefix: str, folder: Path) -> str:
         HEAD.format(**found["mha"], **mha.peak()), FIGURE_TEXT,
         '\n### Loads\n\nIn ms; "host" is the time of `start_loading`.\n\n', mha.loads(),
         writes, mha.writes(), "\n", targets(mha), NOT_REACHED, RULES_TEXT,
-        MLA_TEXT, mla.loads(), "\n", mla.writes(), recipe(found["recipe"]["rows"]),
+        MLA_TEXT, mla.loads(), MLA_BEFORE, before.loads(), "\n", before.writes(),
+        recipe(found["recipe"]["rows"]),
     ))  # fmt: skip
