@@ -22,7 +22,7 @@ from bench_loads import controller_loads
 
 import refcache_ops
 from refcache.reference import Layout
-from refcache_ops import direct
+from refcache_ops import engine
 from refcache_ops.driver import wait_flag
 
 SHAPES = {"8b": (32, 2, 8, 128), "mla": (61, 1, 1, 576)}  # layers, planes, heads, head width (bf16)
@@ -141,19 +141,13 @@ class Pools:
 
     def backup_direct(self) -> None:
         pairs = (self.host_cpu, self.device_cpu)
-        direct.backup_all_layer(self.host, self.device, *pairs, self.page, self.layout)
+        engine.backup_all_layer(self.host, self.device, *pairs, self.page, self.layout)
 
     def load_direct(self) -> None:
+        pairs = (self.host_cpu, self.device_cpu)
+        copies = engine.list_copies(self.host, self.device, *pairs, self.page, self.layout)
         for layer in range(self.layers):
-            direct.load_per_layer(
-                self.device,
-                self.host,
-                self.host_cpu,
-                self.device_cpu,
-                layer,
-                self.page,
-                self.layout,
-            )
+            copies.issue(layer, to_host=False)
 
     def verified(self, fn: Callable[[], None], *, to_host: bool) -> bool:
         """Poison the destination, fill the source, move, and compare every layer (on the card)."""
@@ -278,8 +272,7 @@ def beside_matmul(settings: list[tuple[str, str, int, int]]) -> None:
                 report(label, verified=False)
                 continue
             took, slowed = matmul.beside(fn, pools.bytes / 45e6)
-            one = strategy == "direct" and not to_host
-            run = direct.run_bytes(layout, page, pools.layers, 2048, 8, one_layer=one)
+            run = engine.copy_bytes(layout, page, pools.layers, 2048, 8, to_host=to_host)
             report(label, gbps=pools.bytes / took / 1e6, matmul=slowed, run=run, verified=True)
 
 

@@ -7,7 +7,7 @@ and there. Where a layer of a page is one piece on the host (``layer_first``,
 call issues a layer. No kernel runs, so the model beside is not slowed; short copies are slow
 (docs/performance.md).
 
-Backups into the other two layouts are staged (:mod:`refcache_ops.direct`): gathered on the device
+Backups into the other two layouts are staged (:mod:`refcache_ops.staged`): gathered on the device
 first, their pages are long pieces on the host.
 
 Index tensors are on the CPU. Safe to call from any host thread.
@@ -21,10 +21,8 @@ import torch
 from refcache.errors import InvalidArgument
 from refcache.reference.layout import Layout
 from refcache.reference.transfer import check_buffers, check_layers, check_pairs, device_rows
-from refcache_ops import direct
+from refcache_ops import staged
 from refcache_ops.driver import copy_many
-
-STAGED = ("page_first", "page_head")  # layouts whose backups are
 
 
 class Copies(NamedTuple):
@@ -94,8 +92,8 @@ def backup_all_layer(
     layout: str,
 ) -> None:
     """As the op, by the copy engine; see :func:`list_copies`."""
-    if layout in STAGED:
-        direct.backup_all_layer(host, device, host_indices, device_indices, page_size, layout)
+    if layout in staged.LAYOUTS:
+        staged.backup_all_layer(host, device, host_indices, device_indices, page_size, layout)
         return
     copies = list_copies(host, device, host_indices, device_indices, page_size, layout)
     for layer in range(len(copies.on_host)):
@@ -124,8 +122,8 @@ def copy_bytes(
     layout: str, page_size: int, layer_num: int, row: int, heads: int = 1, *, to_host: bool
 ) -> int:
     """The bytes of each copy, at least, for whole pages; ``row``: bytes of a row of one layer."""
-    if to_host and layout in STAGED:
-        return direct.run_bytes(layout, page_size, layer_num, row, heads)
+    if to_host and layout in staged.LAYOUTS:
+        return staged.run_bytes(layout, page_size, layer_num, row)
     pieces = {"page_first": row, "page_head": row // heads}
     return pieces.get(layout, row * page_size)
 

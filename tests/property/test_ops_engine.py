@@ -10,9 +10,7 @@ import torch
 
 from refcache.errors import InvalidArgument
 from refcache.reference import LAYOUTS, case_check, cases
-from refcache_ops import engine
-
-UNSTAGED = [layout for layout in LAYOUTS if layout not in engine.STAGED]
+from refcache_ops import engine, staged
 
 
 @pytest.fixture
@@ -76,14 +74,14 @@ def test_a_page_is_one_copy_and_neighbours_are_merged(moved: list[Any]) -> None:
 
 
 def test_backups_into_pages_of_all_layers_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = []
-    monkeypatch.setattr(engine.direct, "backup_all_layer", lambda *args: staged.append(args[-1]))
+    called = []
+    monkeypatch.setattr(staged, "backup_all_layer", lambda *args: called.append(args[-1]))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(engine, "copy_many", lambda *args: None)
     for layout in LAYOUTS:
         on = case_check.build(cases.TransferCase(layout=layout))
         engine.backup_all_layer(on.host, on.device, on.host_indices, on.device_indices, 4, layout)
-    assert staged == list(engine.STAGED)
+    assert called == list(staged.LAYOUTS)
 
 
 def test_what_the_engine_cannot_reach_is_refused(moved: list[Any], monkeypatch: Any) -> None:

@@ -138,24 +138,3 @@ def test_bytes_of_threads_with_geometries_of_their_own(
         return errors
 
     assert together(work) == [[]] * THREADS
-
-
-def test_the_copy_engine_keeps_the_pairs_of_each_thread(
-    kernel_ops: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    direct = import_module("refcache_ops.direct")
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    host = [torch.randperm(40, generator=torch.Generator().manual_seed(n)) for n in range(THREADS)]
-
-    def work(number: int) -> bool:
-        mine = host[number]
-        right = True
-        for _ in range(50):
-            blocks, slots, _ = direct._sorted_pairs(mine, mine + 100, 1, torch.device("cpu"))
-            right &= blocks.tolist() == list(range(40)) and slots.tolist() == list(range(100, 140))
-            shifted = mine + number
-            blocks, _, _ = direct._sorted_pairs(shifted, mine, 1, torch.device("cpu"))
-            right &= blocks.tolist() == list(range(number, 40 + number))
-        return right
-
-    assert together(work) == [True] * THREADS

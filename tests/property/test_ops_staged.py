@@ -1,4 +1,4 @@
-"""The copy-engine strategy on the CPU: the interpreter gathers, ``memmove`` is the copy engine."""
+"""Staged backups on the CPU: the interpreter gathers, ``memmove`` is the copy engine."""
 
 import ctypes
 import random
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from refcache import reference
-from refcache.errors import InvalidArgument
-from refcache.reference import LAYOUTS, case_check, cases
-from refcache_ops import direct
+from refcache.errors import InvalidArgument, UnknownName
+from refcache.reference import case_check, cases
+from refcache_ops import staged
 
 
 @pytest.fixture
@@ -26,19 +26,14 @@ def engine(kernel_ops: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
         ):
             ctypes.memmove(to, source, size)
 
-    monkeypatch.setattr(direct, "copy_many", copy_many)
+    monkeypatch.setattr(staged, "copy_many", copy_many)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
 
     def backup_all_layer(*args: Any, max_programs: int) -> None:
-        direct.backup_all_layer(*args)
+        staged.backup_all_layer(*args)
 
-    def load_per_layer(*args: Any, max_programs: int) -> None:
-        direct.load_per_layer(*args)
-
-    return SimpleNamespace(
-        backup_all_layer=backup_all_layer, load_per_layer=load_per_layer, moved=moved
-    )
+    return SimpleNamespace(backup_all_layer=backup_all_layer, moved=moved)
 
 
 def page_pairs(rng: random.Random, page: int, host: int, device: int) -> tuple[Any, ...]:
@@ -50,11 +45,9 @@ def page_pairs(rng: random.Random, page: int, host: int, device: int) -> tuple[A
 
 
 @pytest.mark.parametrize("stage", [1, 400, 1 << 20])
-@pytest.mark.parametrize("op", ["backup_all_layer", "load_per_layer"])
-def test_whole_pages_in_any_order(
-    engine: Any, op: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct, "STAGE_BYTES", stage)
+def test_whole_pages_in_any_order(engine: Any, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = "backup_all_layer"
+    monkeypatch.setattr(staged, "STAGE_BYTES", stage)
     rng = random.Random(stage)
     for _ in range(25):
         drawn = cases.random_case(rng, op=op)
@@ -62,6 +55,7 @@ def test_whole_pages_in_any_order(
         case = cases.random_case(
             random.Random(drawn.seed), op=op, pairs=pairs, page_size=drawn.page_size,
             host_pages=drawn.host_pages, device_pages=drawn.device_pages,
+            layout=rng.choice(staged.LAYOUTS),
         )  # fmt: skip
         assert case_check.transfer_errors(case, engine) == []
 
@@ -69,31 +63,29 @@ def test_whole_pages_in_any_order(
 def test_runs_are_coalesced(engine: Any) -> None:
     """Three pages of four, two of them neighbours on the host."""
     pairs = [(h * 4 + i, d * 4 + i) for h, d in ((2, 0), (0, 2), (1, 1)) for i in range(4)]
-    copies = {"layer_first": 2 * 2, "page_first": 2, "page_first_direct": 2, "page_head": 2}
     pairs[:4] = [(3 * 4 + i, i) for i in range(4)]
-    for layout in LAYOUTS:
+    for layout in staged.LAYOUTS:
         case = cases.TransferCase(layout=layout, pairs=tuple(pairs), heads=((2, 8),))
         engine.moved.clear()
         assert case_check.transfer_errors(case, engine) == []
-        assert engine.moved == [copies[layout]], layout
+        assert engine.moved == [2], layout
 
 
-@pytest.mark.parametrize("layout", ["page_first_direct", "page_head"])
-def test_fragments_of_pages_are_refused(engine: Any, layout: str) -> None:
+def test_fragments_of_pages_are_refused(engine: Any) -> None:
+    layout = "page_head"
     whole = [(i, i) for i in range(8)]
     for pairs in (whole[:7], [*whole[:3], (9, 3), *whole[4:]], [(i + 2, i) for i in range(4)]):
         on = case_check.build(cases.TransferCase(layout=layout, pairs=tuple(pairs)))
         before = [raw.clone() for raw in on.raw]
         with pytest.raises(InvalidArgument, match="no whole pages of 4"):
-            direct.backup_all_layer(
+            staged.backup_all_layer(
                 on.host, on.device, on.host_indices, on.device_indices, 4, layout
             )
         assert all(torch.equal(a, b) for a, b in zip(before, on.raw, strict=True))
 
 
-@pytest.mark.parametrize("op", ["backup_all_layer", "load_per_layer"])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_pairs_without_a_slot_are_skipped(engine: Any, op: str, layout: str) -> None:
+def test_pairs_without_a_slot_are_skipped(engine: Any) -> None:
+    op, layout = "backup_all_layer", "page_first"
     pairs = ((0, 4), (-1, 5), (2, -1), (-1, -1), (3, 7))
     for some in (pairs, pairs[1:4]):
         case = cases.TransferCase(op, layout, pairs=some)
@@ -116,26 +108,26 @@ def raw_bytes(slots: torch.Tensor) -> Any:
 @pytest.mark.parametrize("side", ["host_indices", "device_indices"])
 def test_slots_are_read_again_whoever_changed_them(engine: Any, side: str, owner: Any) -> None:
     """The same tensors, written through memory that others hold: torch counts no write."""
-    case = cases.TransferCase()
+    case = cases.TransferCase(layout="page_first")
     want, got = case_check.build(case), case_check.build(case)
     args = ("host", "device", "host_indices", "device_indices")
-    direct.backup_all_layer(*(getattr(got, name) for name in args), 4, case.layout)
+    staged.backup_all_layer(*(getattr(got, name) for name in args), 4, case.layout)
     reference.backup_all_layer(*(getattr(want, name) for name in args), 4, case.layout)
     for on in (want, got):
         changed = owner(getattr(on, side))
         changed[0], changed[1] = int(changed[1]) + 4, int(changed[0]) + 4
-    direct.backup_all_layer(*(getattr(got, name) for name in args), 4, case.layout)
+    staged.backup_all_layer(*(getattr(got, name) for name in args), 4, case.layout)
     reference.backup_all_layer(*(getattr(want, name) for name in args), 4, case.layout)
     assert all(torch.equal(a, b) for a, b in zip(want.raw, got.raw, strict=True))
 
 
-def test_run_bytes() -> None:
-    row = 2048
-    assert direct.run_bytes("layer_first", 64, 32, row) == 64 * row
-    assert direct.run_bytes("page_first", 1, 32, row) == 32 * row
-    assert direct.run_bytes("page_first", 64, 32, row) == 64 * 32 * row
-    assert direct.run_bytes("page_first_direct", 64, 32, row) == 64 * 32 * row
-    assert direct.run_bytes("page_head", 64, 32, row, heads=8) == 64 * 32 * row
-    assert direct.run_bytes("page_first_direct", 64, 32, row, one_layer=True) == 64 * row
-    assert direct.run_bytes("page_first", 64, 32, row, one_layer=True) == row
-    assert direct.run_bytes("page_head", 64, 32, row, heads=8, one_layer=True) == row // 8
+def test_what_is_not_staged_is_refused() -> None:
+    assert staged.run_bytes("page_first", 64, 32, 2048) == 64 * 32 * 2048
+    assert staged.run_bytes("page_head", 1, 32, 2048) == 32 * 2048
+    with pytest.raises(UnknownName, match="layer_first"):
+        staged.run_bytes("layer_first", 64, 32, 2048)
+    on = case_check.build(cases.TransferCase())
+    with pytest.raises(UnknownName, match="layer_first"):
+        staged.backup_all_layer(
+            on.host, on.device, on.host_indices, on.device_indices, 4, "layer_first"
+        )
