@@ -35,10 +35,8 @@ HOMES = (
     "refcache.pool",
     "refcache.controller",
     "refcache.tree",
-    "refcache.tree.strategies",
     "refcache.engine",
     "refcache.engine.alloc",
-    "refcache.engine.scheduling.schedule_policy",
 )
 """Where a public name may live, lowest floor first."""
 

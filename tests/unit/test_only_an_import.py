@@ -350,6 +350,19 @@ def test_a_request_takes_the_place_of_one_of_lower_priority(overlap):
     )
 
 
+def test_a_preempted_request_is_not_lost_when_nothing_is_added(monkeypatch):
+    scheduler = serving(max_running_requests=1, enable_priority_scheduling=True)
+    scheduler.submit(request("low", 20, priority=1))
+    run(scheduler, 4)
+    with monkeypatch.context() as once:
+        once.setattr(PrefillAdder, "add_one_req", lambda *_, **__: AddReqResult.NO_TOKEN)
+        scheduler.submit(request("high", 2, priority=12))
+        run(scheduler, 1)
+    assert [req.rid for req in scheduler.waiting_queue] == ["high", "low"]
+    assert run(scheduler) == ["high", "low"]
+    assert [len(req.output_ids) for req in scheduler.finished_reqs] == [2, 20]
+
+
 def test_preemption_can_be_off():
     scheduler = serving(
         max_running_requests=1, enable_priority_scheduling=True, disable_priority_preemption=True

@@ -11,10 +11,22 @@ from refcache.engine.models.content import (
     read_every_row,
     read_nothing,
 )
-from refcache.engine.req import FINISH_ABORT, FINISH_LENGTH, FINISH_MATCHED_TOKEN, Req
+from refcache.engine.req import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_TOKEN,
+    BaseFinishReason,
+    Req,
+)
 from refcache.engine.schedule_batch import ForwardMode, ModelWorkerBatch, ScheduleBatch
 from refcache.engine.scheduling.observer import SchedulerObserver
-from refcache.engine.scheduling.schedule_policy import AddReqResult, PrefillAdder
+from refcache.engine.scheduling.schedule_policy import (
+    AddReqResult,
+    CacheAgnosticPolicy,
+    CacheAwarePolicy,
+    PrefillAdder,
+    SchedulePolicy,
+)
 from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.engine.tp_worker import TpModelWorker
 
@@ -24,6 +36,9 @@ __all__ = [
     "FINISH_MATCHED_TOKEN",
     "AbortReq",
     "AddReqResult",
+    "BaseFinishReason",
+    "CacheAgnosticPolicy",
+    "CacheAwarePolicy",
     "ContentViolation",
     "ForwardMode",
     "ModelConfig",
@@ -35,6 +50,7 @@ __all__ = [
     "SampledRows",
     "SamplingParams",
     "ScheduleBatch",
+    "SchedulePolicy",
     "Scheduler",
     "SchedulerObserver",
     "TokenizedGenerateReqInput",

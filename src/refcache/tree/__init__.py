@@ -3,5 +3,27 @@
 from refcache.tree.hiradix_cache import HiRadixCache
 from refcache.tree.node import TreeNode
 from refcache.tree.radix_cache import RadixCache
+from refcache.tree.strategies import (
+    EvictionStrategy,
+    FIFOStrategy,
+    FILOStrategy,
+    LFUStrategy,
+    LRUStrategy,
+    MRUStrategy,
+    PriorityStrategy,
+    SLRUStrategy,
+)
 
-__all__ = ["HiRadixCache", "RadixCache", "TreeNode"]
+__all__ = [
+    "EvictionStrategy",
+    "FIFOStrategy",
+    "FILOStrategy",
+    "HiRadixCache",
+    "LFUStrategy",
+    "LRUStrategy",
+    "MRUStrategy",
+    "PriorityStrategy",
+    "RadixCache",
+    "SLRUStrategy",
+    "TreeNode",
+]
