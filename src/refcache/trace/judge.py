@@ -10,19 +10,21 @@ suites. Storage below the host is not modelled.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from refcache.oracle.ledger.ledger import Freed
 from refcache.oracle.rules.violation import Violation
 from refcache.trace import format as f
+from refcache.trace import host_rules  # noqa: F401  (registers its judging functions)
 from refcache.trace.events.residency import DEVICE
 from refcache.trace.events.stream import judge_events
 from refcache.trace.file import TraceReader, is_recorded
-from refcache.trace.host_rules import HostRules
 from refcache.trace.model import show
-from refcache.trace.pool_rules import PoolRules
-from refcache.trace.rules import Undecidable, op_of
-from refcache.trace.tree_rules import TreeRules
+from refcache.trace.pool_rules import may_refuse
+from refcache.trace.rules import JUDGES, Model, Undecidable, judges, op_of
+from refcache.trace.tree_rules import due, evicted_enough, returned
 from refcache.trace.verdict import TraceVerdict
 
 PARTS = (
@@ -92,7 +94,7 @@ def judge_lines(header: f.Header, lines: Iterable[f.Line]) -> TraceVerdict:
     return TraceVerdict("ok" if damage is None else "unknown", judge.records, damage=damage)
 
 
-class Judge(PoolRules, TreeRules, HostRules):
+class Judge(Model):
     """Applies lines one by one to the model, under all rules."""
 
     def apply(self, line: f.Line) -> None:
@@ -112,17 +114,17 @@ class Judge(PoolRules, TreeRules, HostRules):
         self.device.gaps = self.host.gaps = self.header.excerpt and line.after is None
         self.totals = not self.header.excerpt or line.before is not None
         self.written = {}
-        before = self._counts()
-        if call.error is not None and self._may_refuse(call):
+        before = self.counts()
+        if call.error is not None and may_refuse(self, call):
             return
-        self._permit(call)
-        self._returned(line)
+        permit(self, call)
+        returned(self, line)
         for part in line.inner:
             self._dispatch(part, inner=True)
         if call.error is not None:
             raise Violation("crash", f"{op_of(call)} raised {call.error}")
         self._dispatch(call, inner=False)
-        self._file_written()
+        self.file_written()
         self._closed()
         self._sizes(line, before)
 
@@ -131,16 +133,7 @@ class Judge(PoolRules, TreeRules, HostRules):
             raise Undecidable(f"{op_of(call)} inside another call")
         if inner and call.error is not None:
             return  # it did nothing; the outer call says what came of it
-        getattr(self, f"_{op_of(call)}")(call)
-
-    def _counts(self) -> tuple[int, int, int]:
-        return self.device.free_count, len(self.device.cached), self.host.free_count
-
-    def _take_events(self, call: f.TakeEvents) -> None:
-        for event in call.events:
-            self.events.apply(event)
-        if DEVICE in self.events.media:
-            self.events.media[DEVICE].check(self.device)
+        JUDGES[type(call)](self, call)
 
     def _closed(self) -> None:
         """T1 on the device; on the host, what is left must still be reachable."""
@@ -172,15 +165,15 @@ class Judge(PoolRules, TreeRules, HostRules):
             self._delta(line.call, known, after)
         self._protected(after)
         if isinstance(line.call, f.Evict):
-            self._evicted_enough(line.call, after)
+            evicted_enough(self, line.call, after)
         self.last = after
 
     def _growth(self, known: f.Sizes, after: f.Sizes, before: tuple[int, int, int]) -> None:
         size = self.page_size
         free, cached, host_free = (
-            (now - then) * size for now, then in zip(self._counts(), before, strict=True)
+            (now - then) * size for now, then in zip(self.counts(), before, strict=True)
         )
-        self._require(
+        self.require(
             after.available - known.available == free,
             "P1",
             f"available_size() went from {known.available} to {after.available}, but the pages "
@@ -189,7 +182,7 @@ class Judge(PoolRules, TreeRules, HostRules):
         if after.evictable is not None and after.protected is not None:
             grown = after.evictable + after.protected
             grown -= (known.evictable or 0) + (known.protected or 0)
-            self._require(
+            self.require(
                 grown == cached,
                 "A1",
                 f"evictable_size() + protected_size() grew by {grown}, but {cached} more tokens "
@@ -197,7 +190,7 @@ class Judge(PoolRules, TreeRules, HostRules):
             )
         if after.host_available is not None and known.host_available is not None:
             grown = after.host_available - known.host_available
-            self._require(
+            self.require(
                 grown == host_free,
                 "H1",
                 f"the free host slots grew by {grown}, but {host_free} were freed less those taken",
@@ -206,7 +199,7 @@ class Judge(PoolRules, TreeRules, HostRules):
     def _delta(self, call: f.AnyCall, known: f.Sizes, after: f.Sizes) -> None:
         if isinstance(call, f.IncLockRef | f.DecLockRef) and call.delta is not None:
             grown = (after.evictable or 0) - (known.evictable or 0)
-            self._require(
+            self.require(
                 call.delta == grown,
                 "K1",
                 f"{op_of(call)} returned {call.delta}, evictable_size() changed by {grown}",
@@ -219,6 +212,59 @@ class Judge(PoolRules, TreeRules, HostRules):
         locked = len(self.device.locked()) * self.page_size
         holders = self.device.holding or self.copies
         fits = after.protected >= locked if holders else after.protected == 0
-        self._require(
+        self.require(
             fits, "A2", f"protected_size() = {after.protected}, but holders lock {locked} tokens"
         )
+
+
+@judges(f.TakeEvents)
+def _take_events(model: Model, call: f.TakeEvents) -> None:
+    for event in call.events:
+        model.events.apply(event)
+    if DEVICE in model.events.media:
+        model.events.media[DEVICE].check(model.device)
+
+
+def permit(model: Model, call: f.AnyCall) -> None:
+    """Say what this call may free, before its inner records are judged."""
+    device, host = model.device, model.host
+    device.may_free = device.only(set())
+    host.may_free = partial(_host_may_free, model)
+    if isinstance(call, f.Evict | f.InitLoadBack):
+        device.may_free = _unless_copied(model, device.only_unlocked)
+    elif isinstance(call, f.CacheUnfinishedReq | f.CacheFinishedReq):
+        device.may_free = _unless_copied(model, device.only(due(model, call)))
+    elif isinstance(call, f.Free | f.Write | f.Load):
+        device.may_free = _unless_copied(model, partial(_only_callers, model))
+
+
+def _unless_copied(model: Model, judge: Any) -> Any:
+    """The judge, and nothing that a copy in flight still uses."""
+
+    def judged(page: int) -> tuple[str, str] | None:
+        for copy in model.copies.values():
+            if page in copy.device:
+                return "X2", (
+                    f"page {page} was freed while the {copy.kind} of record {copy.n} is not "
+                    "acknowledged"
+                )
+        complaint: tuple[str, str] | None = judge(page)
+        return complaint
+
+    return judged
+
+
+def _only_callers(model: Model, page: int) -> tuple[str, str] | None:
+    if isinstance(model.device.owner[page], str):
+        return None
+    return "P1", f"{model.device.says(page)}, and was freed by a caller of the allocator"
+
+
+def _host_may_free(model: Model, page: int) -> tuple[str, str] | None:
+    for copy in model.copies.values():
+        if page in copy.host:
+            return "X1", (
+                f"page {page} was freed while the {copy.kind} of record {copy.n} is not "
+                "acknowledged"
+            )
+    return None

@@ -1,7 +1,11 @@
-"""What every rule about traces builds on: the model, what a call may free, and small helpers."""
+"""The model of a trace: what is known after the records so far, and the table of judging functions.
+
+:func:`judges` registers a function for a kind of record: it compares the record with the model, and
+makes it so.
+"""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, get_args
@@ -36,8 +40,8 @@ class Copy:
     prefixes: list[Prefix | None] = field(default_factory=list)
 
 
-class Rules:
-    """The model of a trace, and what the calls may do to it.
+class Model:
+    """What is known after the records so far.
 
     Attributes:
         device, host: who owns the pages of each tier.
@@ -77,58 +81,21 @@ class Rules:
             pages = dict.fromkeys(int(p) for p in re.findall(pattern, evidence))
             yield from history.story(list(pages)[:SHOWN_PAGES])
 
-    def _require(self, holds: bool, rule: str, evidence: str) -> None:
+    def require(self, holds: bool, rule: str, evidence: str) -> None:
+        """Raise a violation of ``rule`` unless it holds."""
         if not holds:
             raise Violation(rule, evidence)
 
     def pages_of(self, slots: Iterable[int]) -> list[int]:
+        """The pages of slots, each once."""
         return list(dict.fromkeys(slot // self.page_size for slot in slots))
 
-    def _permit(self, call: f.AnyCall) -> None:
-        """Say what this call may free, before its inner records are judged."""
-        device, host = self.device, self.host
-        device.may_free = device.only(set())
-        host.may_free = self._host_may_free
-        if isinstance(call, f.Evict | f.InitLoadBack):
-            device.may_free = self._unless_copied(device.only_unlocked)
-        elif isinstance(call, f.CacheUnfinishedReq | f.CacheFinishedReq):
-            device.may_free = self._unless_copied(device.only(self.due(call)))
-        elif isinstance(call, f.Free | f.Write | f.Load):
-            device.may_free = self._unless_copied(self._only_callers)
-
-    def _unless_copied(self, judge: Any) -> Any:
-        def judged(page: int) -> tuple[str, str] | None:
-            for copy in self.copies.values():
-                if page in copy.device:
-                    return "X2", (
-                        f"page {page} was freed while the {copy.kind} of record {copy.n} is not "
-                        "acknowledged"
-                    )
-            complaint: tuple[str, str] | None = judge(page)
-            return complaint
-
-        return judged
-
-    def _only_callers(self, page: int) -> tuple[str, str] | None:
-        if isinstance(self.device.owner[page], str):
-            return None
-        return "P1", f"{self.device.says(page)}, and was freed by a caller of the allocator"
-
-    def _host_may_free(self, page: int) -> tuple[str, str] | None:
-        for copy in self.copies.values():
-            if page in copy.host:
-                return "X1", (
-                    f"page {page} was freed while the {copy.kind} of record {copy.n} is not "
-                    "acknowledged"
-                )
-        return None
-
-    def _file_written(self) -> None:
+    def file_written(self) -> None:
         """Host pages hold what their device pages are cached for, once the call has said what."""
         for page, host in list(self.written.items()):
             owner = self.device.owner.get(page)
             if isinstance(owner, tuple):
-                self._require(
+                self.require(
                     owner not in self.host.cached,
                     "H1",
                     f"{show(owner)} is copied to host page {host}, and is in host page "
@@ -137,23 +104,43 @@ class Rules:
                 self.host.adopt(owner, host)
                 del self.written[page]
 
-    def _prefix_of(self, node: int) -> Prefix:
+    def prefix_of(self, node: int) -> Prefix:
+        """The prefix that a node handle stands for."""
         if node not in self.nodes:
             raise Undecidable(f"node {node} is in no record before")
         return self.nodes[node]
 
-    def _is_cached(self, prefix: Prefix) -> bool:
+    def is_cached(self, prefix: Prefix) -> bool:
+        """Whether all of it is on the device."""
         return all(part in self.device.cached for part in self.device.prefixes(prefix))
 
-    def _elements(self, tokens: f.Tokens) -> tuple[Any, ...]:
+    def elements(self, tokens: f.Tokens) -> tuple[Any, ...]:
+        """What the tree files tokens under."""
         if self.header.is_eagle and tokens and isinstance(tokens[0], int):
             return tuple(pairwise(tokens))
         return tuple(tokens)
 
-    def _whole(self, tokens: f.Tokens, extra_key: str | None) -> Prefix:
-        elements = self._elements(tokens)
+    def whole(self, tokens: f.Tokens, extra_key: str | None) -> Prefix:
+        """The part that fills whole pages."""
+        elements = self.elements(tokens)
         return extra_key, elements[: len(elements) // self.page_size * self.page_size]
 
-    def due(self, call: f.CacheUnfinishedReq | f.CacheFinishedReq) -> set[int]:
-        """The pages that a call has to free."""
-        raise NotImplementedError
+    def counts(self) -> tuple[int, int, int]:
+        """Free pages, cached pages, free host pages."""
+        return self.device.free_count, len(self.device.cached), self.host.free_count
+
+
+Judging = Callable[[Model, Any], None]
+JUDGES: dict[type, Judging] = {}
+"""From a kind of record to the function that judges it; without one it changes nothing."""
+
+
+def judges(kind: type) -> Callable[[Judging], Judging]:
+    """A decorator: the function judges records of this kind."""
+
+    def add(judging: Judging) -> Judging:
+        assert kind not in JUDGES, kind
+        JUDGES[kind] = judging
+        return judging
+
+    return add
