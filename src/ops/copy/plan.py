@@ -20,7 +20,7 @@ import torch
 
 from refcache.errors import InvalidArgument
 from refcache.reference.layout import Layout
-from refcache.reference.transfer import check_buffers, check_pairs
+from refcache.reference.transfer import check_buffers, check_list, check_pairs, layer_buffers
 
 Strides = tuple[int, int, int]  # page, slot, head
 
@@ -81,27 +81,21 @@ def plan_transfer(
             of ``device``, and for layers of a plane that differ in strides.
     """
     check_pairs(host_indices, device_indices)
-    planes = len(host)
-    per_plane = len(device) // max(1, planes)
+    planes, layers = len(host), 1
     one_layer = layer_id is not None
-    if layer_id is not None and per_plane > 1 and per_plane * planes == len(device):
-        if not 0 <= layer_id < per_plane:
-            raise InvalidArgument(f"layer_id={layer_id}: expected 0 to {per_plane - 1}")
-        device = [device[plane * per_plane + layer_id] for plane in range(planes)]
+    if layer_id is not None:
+        device, layers = layer_buffers(device, planes, layer_id)
     key = (layout, page_size, one_layer, tuple(map(_geometry, host)), tuple(map(_geometry, device)))
     plan = _plans.get(key)
     if plan is None:
         layouts = check_buffers(host, device, page_size, layout, one_layer=one_layer)
         plan = _plans.setdefault(key, _make_plan(layouts, host, device))
-    if one_layer and per_plane > 1 and per_plane != plan.layers:
-        raise InvalidArgument(
-            f"{per_plane} device layers for {plan.layers} host layers: expected as many"
-        )
-    where = device[0].get_device()
-    if host_indices.get_device() != where or device_indices.get_device() != where:
+    check_list(layers, plan.layers)
+    where = device[0].device
+    if host_indices.device != where or device_indices.device != where:
         raise InvalidArgument(
             f"indices on {host_indices.device} and {device_indices.device}: expected both on "
-            f"{device[0].device}"
+            f"{where}"
         )
     if plan.table:
         table = _table(tuple(t.data_ptr() for t in device), device[0].device)

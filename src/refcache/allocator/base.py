@@ -1,8 +1,9 @@
 """What both allocators share: the free list, the release list, free groups, ownership.
 
-A page is in exactly one of four places: the free list, the release list (``need_sort``), the queue
-of an open free group, or handed out. The first three are tensors; the last is the mask ``_held``,
-which is what makes a double free an error instead of two owners of one page. Page 0 is the dummy
+A page is in exactly one of five places: the free list, the release list (``need_sort``), the queue
+of an open free group, the list lent to a loop on the device, or handed out. The first four are
+tensors; the last is the mask ``_held``, which is what makes a double free an error instead of two
+owners of one page. Page 0 is the dummy
 page for padded tokens: never handed out, never freed. With page size 1 a page is a slot.
 """
 
@@ -20,6 +21,19 @@ class AllocatorState(NamedTuple):
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
+
+
+class LentPages(NamedTuple):
+    """A free list for a loop on the device, as ``alloc_decode`` and ``alloc_extend`` take it.
+
+    Attributes:
+        pages: int64 ``[num_pages]``; the pages that are lent are its end.
+        cursor: int64 ``[1]``, entries of ``pages`` that are used; behind its end, by the pages that
+            were missing.
+    """
+
+    pages: torch.Tensor
+    cursor: torch.Tensor
 
 
 class BaseTokenToKVPoolAllocator:
@@ -61,14 +75,16 @@ class BaseTokenToKVPoolAllocator:
         self.need_sort = need_sort
         self.runtime: Runtime = runtime or ImmediateRuntime()
         self._kvcache = kvcache
+        self._lent: LentPages | None = None
         self.clear()
 
     def clear(self) -> None:
-        """Make every page free, in ascending order, and close any free group."""
+        """Make every page free, in ascending order, close any free group and end any loan."""
         free_pages = torch.arange(1, self.num_pages + 1, device=self.device)
         release_pages = free_pages[:0]
         held = torch.zeros(self.num_pages + 1, dtype=torch.bool, device=self.device)
         self.free_pages, self.release_pages, self._held = free_pages, release_pages, held
+        self._lent_from: int | None = None
         self.is_not_in_free_group = True
         self.free_group: list[torch.Tensor] = []
 
@@ -162,23 +178,81 @@ class BaseTokenToKVPoolAllocator:
         self.free_group = []
 
     def backup_state(self) -> AllocatorState:
-        """The lists as they are now, for ``restore_state``."""
+        """The lists as they are now, for ``restore_state``.
+
+        Raises:
+            InvalidArgument: the free pages are lent.
+        """
+        self._check_not_lent("backup_state")
         return AllocatorState(self.free_pages, self.release_pages)
 
     def restore_state(self, state: AllocatorState) -> None:
         """Undo every alloc and free since ``backup_state``.
 
         Raises:
-            InvalidArgument: a free group is open.
+            InvalidArgument: a free group is open, or the free pages are lent.
         """
         if not self.is_not_in_free_group:
             raise InvalidArgument("restore_state: a free group is open")
+        self._check_not_lent("restore_state")
         free_pages, release_pages = state
         held = torch.ones_like(self._held)
         held[0] = False
         held[free_pages] = False
         held[release_pages] = False
         self.free_pages, self.release_pages, self._held = free_pages, release_pages, held
+
+    def lend_free_pages(self) -> LentPages:
+        """Hand all free pages to a loop on the device, a captured CUDA graph for instance.
+
+        The loop passes ``pages`` and ``cursor`` to the allocation ops of ``refcache_ops``. Both
+        tensors keep their addresses from one loan to the next. Until :meth:`reclaim_free_pages` the
+        pages are neither free nor handed out here: ``alloc`` has what is freed meanwhile, and slots
+        that the loop took cannot be freed yet.
+
+        Raises:
+            InvalidArgument: they are lent already.
+        """
+        self._check_not_lent("lend_free_pages")
+        free = self.free_pages
+        if len(self.release_pages):
+            free = torch.cat([free, self.release_pages]).sort().values
+        if self._lent is None:
+            whole = torch.zeros(self.num_pages, dtype=torch.int64, device=self.device)
+            self._lent = LentPages(whole, whole.new_zeros(1))
+        first = self.num_pages - len(free)
+        self._lent.pages[first:] = free
+        self._lent.cursor.fill_(first)
+        self.free_pages, self.release_pages, self._lent_from = free[:0], free[:0], first
+        return self._lent
+
+    def reclaim_free_pages(self) -> int:
+        """Take back what the loop did not use, in front of what was freed meanwhile.
+
+        The pages that it used are handed out from now on. Waits for the device.
+
+        Returns:
+            How many pages the loop asked for in vain: 0 unless it ran out.
+
+        Raises:
+            InvalidArgument: nothing is lent, or the cursor went backwards.
+        """
+        first, lent = self._lent_from, self._lent
+        if first is None or lent is None:
+            raise InvalidArgument("reclaim_free_pages: nothing is lent; call lend_free_pages first")
+        self.runtime.host_sync()
+        used = int(lent.cursor)
+        if used < first:
+            raise InvalidArgument(f"reclaim_free_pages: cursor={used}, expected {first} or more")
+        held = self._held.clone()
+        held[lent.pages[first:used]] = True
+        free = torch.cat([lent.pages[used:], self.free_pages])
+        self.free_pages, self._held, self._lent_from = free, held, None
+        return max(0, used - self.num_pages)
+
+    def _check_not_lent(self, what: str) -> None:
+        if self._lent_from is not None:
+            raise InvalidArgument(f"{what}: the free pages are lent; call reclaim_free_pages first")
 
     def merge_and_sort_free(self) -> None:
         """Move the release list into the free list and sort that."""

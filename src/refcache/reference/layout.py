@@ -74,7 +74,9 @@ class Layout:
             if value < 1:
                 raise InvalidArgument(f"{what}={value} of layout {name}: expected at least 1")
         if size % page_size:
-            raise InvalidArgument(f"size={size} of layout {name}: not a multiple of {page_size=}")
+            raise InvalidArgument(
+                f"size={size} of layout {name}: expected a multiple of {page_size=}"
+            )
         lengths = {"L": layer_num, "T": size, "G": size // page_size, "P": page_size}
         lengths |= {"H": head_num, "D": head_dim}
         axes = LAYOUTS[name]
@@ -107,7 +109,9 @@ class Layout:
                 f"a {name} buffer of shape {tuple(buffer.shape)}: expected {len(axes)} axes, {axes}"
             )
         if not buffer.is_contiguous():
-            raise InvalidArgument(f"a {name} buffer with strides {buffer.stride()}: not contiguous")
+            raise InvalidArgument(
+                f"a {name} buffer with strides {buffer.stride()}: expected contiguous memory"
+            )
         extent = dict(zip(axes, buffer.shape, strict=True))
         if extent.get("P", page_size) != page_size:
             raise InvalidArgument(

@@ -36,6 +36,23 @@ def device_rows(
     return device[plane * (len(device) // planes) + layer]
 
 
+def layer_buffers(
+    device: Sequence[torch.Tensor], planes: int, layer: int
+) -> tuple[Sequence[torch.Tensor], int]:
+    """The buffers that hold a layer, and of how many layers a plane has a buffer each (else 1).
+
+    Of the list form the layer's planes alone, so that a call looks at nothing else.
+
+    Raises:
+        InvalidArgument: the list has no such layer.
+    """
+    layers = len(device) // max(1, planes)
+    if layers < 2 or layers * planes != len(device) or device[0].dim() != 3:
+        return device, 1
+    check_layers(layer, 1, layers)
+    return [device[plane * layers + layer] for plane in range(planes)], layers
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise InvalidArgument unless KV can be of this dtype: real numbers of whole bytes.
 
@@ -97,6 +114,11 @@ def check_buffers(
             "or one a plane and layer"
         )
     per_plane = len(device) // len(layouts)
+    if len({t.dim() for t in device}) > 1 or (per_plane > 1 and device[0].dim() == 4):
+        raise InvalidArgument(
+            f"device buffers of {[t.dim() for t in device]} dimensions for {len(layouts)} host "
+            "planes: expected [layer, slot, head, dim] a plane, or [slot, head, dim] everywhere"
+        )
     for i, tensor in enumerate(device):
         want = layouts[i // per_plane]
         row = (want.head_num, want.head_dim)
@@ -194,14 +216,15 @@ def load_per_layer(
     Raises:
         InvalidArgument, UnknownName, InvalidSlot: as :func:`backup_all_layer`.
     """
+    device, layers = layer_buffers(device, len(host), layer_id)
     layouts = check_buffers(host, device, page_size, layout, one_layer=True)
     check_layers(layer_id, 1, layouts[0].layer_num)
+    check_list(layers, layouts[0].layer_num)
     source, to = _pairs(host_indices, device_indices, host[0], device[0], layouts[0].size)
-    alone = len(device) == len(host) and device[0].dim() == 3
     for plane, where in enumerate(layouts):
         source_rows = where.rows(host[plane], layer_id).view(torch.uint8)
         rows = source_rows[source // page_size, source % page_size]
-        target = device[plane] if alone else device_rows(device, len(host), plane, layer_id)
+        target = device[plane][layer_id] if device[plane].dim() == 4 else device[plane]
         target.view(torch.uint8)[to] = rows.to(target.device)
 
 
@@ -226,6 +249,7 @@ def load_layers(
         InvalidArgument, UnknownName, InvalidSlot: as :func:`backup_all_layer`.
     """
     layouts = check_buffers(host, device, page_size, layout)
+    check_pairs(host_indices, device_indices)
     check_layers(first_layer, layer_num, layouts[0].layer_num)
     check_flags(layer_flags, layouts[0].layer_num)
     for layer in range(first_layer, first_layer + layer_num):
@@ -238,6 +262,15 @@ def check_layers(first: int, count: int, layer_num: int) -> None:
     if not 0 <= first <= first + count <= layer_num or count < 0:
         raise InvalidArgument(
             f"{count} layers from layer_id={first} on: expected some of 0 to {layer_num - 1}"
+        )
+
+
+def check_list(layers: int, layer_num: int) -> None:
+    """Raise InvalidArgument unless a list of buffers has one for each layer of the host, or is of
+    one layer alone."""
+    if layers not in (1, layer_num):
+        raise InvalidArgument(
+            f"{layers} device layers for {layer_num} host layers: expected as many"
         )
 
 
