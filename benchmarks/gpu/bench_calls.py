@@ -87,23 +87,20 @@ def host_times() -> None:
         "alloc_extend": lambda: ops.alloc_extend(seq - 1, seq, seq, free, 16, 64),
     }
     flags = torch.zeros(32, dtype=torch.int64, device="cuda")
+    where = (1, "layer_first", 2)
     for form in ("stacked", "list"):
         on = pools(512, form)
-        at = {"page_size": 1, "layout": "layer_first", "max_programs": 2}
+        host, device, pairs = on["host"], on["device"], (on["host_indices"], on["device_indices"])
+        one = tuple(index[:1] for index in pairs)
+        loads, saves = (device, host, *pairs), (host, device, *one)
         calls |= {
-            f"load_per_layer, {form}": lambda on=on, at=at: ops.load_per_layer(
-                **on, layer_id=3, **at
-            ),
-            f"load_layers, {form}": lambda on=on, at=at: ops.load_layers(
-                **on, layer_flags=flags, first_layer=0, layer_num=1, **at
-            ),
-            f"backup_all_layer, {form}": lambda on=on, at=at: ops.backup_all_layer(
-                **on | {k: on[k][:1] for k in ("host_indices", "device_indices")}, **at
-            ),
+            f"load_per_layer, {form}": lambda a=loads: ops.load_per_layer(*a, 3, *where),
+            f"load_layers, {form}": lambda a=loads: ops.load_layers(*a, flags, 0, 1, *where),
+            f"backup_all_layer, {form}": lambda a=saves: ops.backup_all_layer(*a, *where),
         }
-    rows = torch.zeros(64, 128, device="cuda")
+    rows, source = torch.zeros(64, 128, device="cuda"), torch.zeros(1, 128, device="cuda")
     pinned, there = torch.zeros(8192).pin_memory(), torch.zeros(8192, device="cuda")
-    calls["torch: index_copy_"] = lambda: rows.index_copy_(0, seq[:1], rows[:1])
+    calls["torch: index_copy_"] = lambda: rows.index_copy_(0, seq[:1], source)
     calls["torch: a memcpy of 32 KB"] = lambda: there.copy_(pinned, non_blocking=True)
     for name, call in calls.items():
         report(f"host time of {name}", us=host_microseconds(call, 200))

@@ -9,7 +9,9 @@
 ================  ==============================================================
 
 Importing this package registers the ops. On the CPU they are :mod:`refcache.reference`; on CUDA
-they are Triton kernels that give the same bytes (``refcache[triton]``). They work under
+they are Triton kernels that give the same bytes (``refcache[triton]``). The copies here are the
+overloads ``torch.ops.refcache.<op>.default``, which cost the host less than a choice of overload at
+every call; the allocations have a second one, with a cursor. They work under
 ``torch.compile(fullgraph=True)``, in CUDA graphs and without a hidden synchronisation. The ops have
 no autograd formula: a buffer that requires grad is refused.
 """
@@ -26,8 +28,8 @@ OPS = ("alloc_extend", "alloc_decode", "backup_all_layer", "load_per_layer", "lo
 
 alloc_extend = torch.ops.refcache.alloc_extend
 alloc_decode = torch.ops.refcache.alloc_decode
-backup_all_layer = torch.ops.refcache.backup_all_layer
-load_per_layer = torch.ops.refcache.load_per_layer
-load_layers = torch.ops.refcache.load_layers
+backup_all_layer = torch.ops.refcache.backup_all_layer.default
+load_per_layer = torch.ops.refcache.load_per_layer.default
+load_layers = torch.ops.refcache.load_layers.default
 
 __all__ = [*OPS, "OPS"]

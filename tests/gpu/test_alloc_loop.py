@@ -43,7 +43,7 @@ def test_replays_hand_out_distinct_slots_until_the_list_ends(page, batch):
     )
     for _ in range(2):  # the same graph would do: addresses stay
         lent = allocator.lend_free_pages()
-        graph, _, last = captured(batch, page, lent)
+        graph, seq, last = captured(batch, page, lent)
         taken = []
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -58,6 +58,7 @@ def test_replays_hand_out_distinct_slots_until_the_list_ends(page, batch):
         assert int(there.min()) >= page
         steps = replays - page * (-(-replays // page) - 1)  # after the last page was opened
         assert int((slots < 0).sum()) == short * steps
+        assert seq.tolist() == [replays] * batch
         assert int(lent.cursor) - len(lent.pages) == short
         assert allocator.reclaim_free_pages() == short
         assert allocator.available_size() == 0

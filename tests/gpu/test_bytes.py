@@ -124,7 +124,7 @@ def test_indices_on_the_cpu_are_refused() -> None:
             on.host, on.device, on.host_indices.cpu(), on.device_indices, 4, "layer_first"
         )
     lens = torch.tensor([4])
-    with pytest.raises(InvalidArgument, match="cpu and cuda"):
+    with pytest.raises(InvalidArgument, match="last_loc on cuda:0: expected cpu"):
         refcache_ops.alloc_decode(lens, lens.cuda(), lens, 4)
 
 

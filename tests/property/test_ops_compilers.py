@@ -27,6 +27,8 @@ def test_opcheck_allocs() -> None:
     extend = (t([2, 0]), t([11, 4]), t([5, -1]), t([3, 4, 5, 6]), 4, 13)
     torch.library.opcheck(OP.alloc_extend.default, extend)
     torch.library.opcheck(OP.alloc_decode.default, (t([2, 5]), t([5, 8]), t([3, 4]), 4))
+    torch.library.opcheck(OP.alloc_extend.cursor, (*extend, t([1])))
+    torch.library.opcheck(OP.alloc_decode.cursor, (t([2, 5]), t([5, 8]), t([3, 4]), 4, t([0])))
 
 
 @pytest.fixture
@@ -93,6 +95,28 @@ def test_inductor_keeps_every_write_in_order() -> None:
         slots = step(rows, torch.tensor([2, tokens - 2]), torch.arange(1, 8), to)
         assert torch.equal(kv[:, slots], rows)
         assert torch.equal(host[:, to], rows)
+    torch.compiler.reset()
+
+
+def test_inductor_keeps_a_cursor_in_step() -> None:
+    """A compiled loop body, with a cursor and without: both compile, and the cursor advances."""
+    torch.compiler.reset()
+    free, cursor = torch.arange(1, 40), torch.zeros(1, dtype=torch.int64)
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def step(seq: Any, last: Any) -> Any:
+        other = OP.alloc_decode(seq, last, free, 4)
+        slots = OP.alloc_decode(seq, last, free, 4, cursor)
+        more = OP.alloc_extend(seq, seq + 5, slots, free, 4, 10, cursor=cursor)
+        return slots, more, other
+
+    taken = []
+    for _ in range(3):
+        slots, more, other = step(torch.tensor([1, 5]), torch.tensor([-1, 3]))
+        taken += slots.tolist() + more.tolist()
+        assert other.tolist() == [4, 8]
+    assert int(cursor) == 3 * (2 + 2)
+    assert len(set(taken)) == len(taken)
     torch.compiler.reset()
 
 

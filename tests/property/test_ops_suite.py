@@ -239,7 +239,8 @@ def test_an_op_is_asked_with_a_cursor_where_it_takes_one():
     assert "the cursor and its neighbours are" in result.failure.evidence
     assert "cursor=" in result.failure.steps[-1]
     assert takes_cursor(refcache_ops.alloc_decode)
-    assert takes_cursor(refcache_ops.alloc_extend.default)
+    assert takes_cursor(refcache_ops.alloc_extend.cursor)
+    assert not takes_cursor(refcache_ops.alloc_extend.default)
     assert not takes_cursor(decode)
     assert not takes_cursor(dict)
 

@@ -1,6 +1,8 @@
 """The op ``alloc_decode``: schema, implementations, fake.
 
-Defined by :func:`refcache.reference.alloc.alloc_decode`, which is the CPU implementation.
+Defined by :func:`refcache.reference.alloc.alloc_decode`, which is the CPU implementation. With a
+cursor it is an overload: an op that may write an argument, and is not given one, is more than
+inductor takes.
 """
 
 import torch
@@ -10,8 +12,11 @@ from refcache.reference.alloc import check_alloc
 from refcache_ops._library import define, kernels
 
 SCHEMA = (
-    "alloc_decode(Tensor seq_lens, Tensor last_loc, Tensor free_pages, int page_size, "
-    "Tensor(a!)? cursor=None) -> Tensor"
+    "alloc_decode(Tensor seq_lens, Tensor last_loc, Tensor free_pages, int page_size) -> Tensor"
+)
+WITH_CURSOR = (
+    "alloc_decode.cursor(Tensor seq_lens, Tensor last_loc, Tensor free_pages, int page_size, "
+    "Tensor(a!) cursor) -> Tensor"
 )
 
 
@@ -41,4 +46,5 @@ def _fake(
     return torch.empty_like(seq_lens, dtype=torch.int64)
 
 
-define(SCHEMA, cpu=reference.alloc_decode, cuda=run_kernel, fake=_fake)
+for schema in (SCHEMA, WITH_CURSOR):
+    define(schema, cpu=reference.alloc_decode, cuda=run_kernel, fake=_fake)

@@ -12,10 +12,12 @@ from refcache import reference
 from refcache.reference.alloc import check_alloc, check_total
 from refcache_ops._library import define, kernels
 
-SCHEMA = (
-    "alloc_extend(Tensor prefix_lens, Tensor seq_lens, Tensor last_loc, Tensor free_pages, "
-    "int page_size, SymInt extend_num_tokens, Tensor(a!)? cursor=None) -> Tensor"
+_ARGUMENTS = (
+    "Tensor prefix_lens, Tensor seq_lens, Tensor last_loc, Tensor free_pages, int page_size, "
+    "SymInt extend_num_tokens"
 )
+SCHEMA = f"alloc_extend({_ARGUMENTS}) -> Tensor"
+WITH_CURSOR = f"alloc_extend.cursor({_ARGUMENTS}, Tensor(a!) cursor) -> Tensor"
 
 
 def run_kernel(
@@ -54,4 +56,5 @@ def _fake(
     return seq_lens.new_empty(extend_num_tokens, dtype=torch.int64)
 
 
-define(SCHEMA, cpu=reference.alloc_extend, cuda=run_kernel, fake=_fake)
+for schema in (SCHEMA, WITH_CURSOR):
+    define(schema, cpu=reference.alloc_extend, cuda=run_kernel, fake=_fake)

@@ -85,7 +85,13 @@ def plan_transfer(
     one_layer = layer_id is not None
     if layer_id is not None:
         device, layers = layer_buffers(device, planes, layer_id)
-    key = (layout, page_size, one_layer, tuple(map(_geometry, host)), tuple(map(_geometry, device)))
+    key = (
+        layout, page_size, one_layer, planes,
+        *[
+            (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15, t.requires_grad)
+            for t in (*host, *device)
+        ],
+    )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         layouts = check_buffers(host, device, page_size, layout, one_layer=one_layer)
@@ -101,10 +107,6 @@ def plan_transfer(
         table = _table(tuple(t.data_ptr() for t in device), device[0].device)
         return Transfer(plan, tuple(host), table.view(planes, plan.layers).unbind())
     return Transfer(plan, tuple(host), tuple(device))
-
-
-def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
-    return (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15, t.requires_grad)
 
 
 def _make_plan(

@@ -67,7 +67,7 @@ def check_alloc(
         raise InvalidArgument(f"page_size={page_size}: expected 1 to {MAX_PAGE_SIZE}")
     first = next(iter(batch.values()))
     for what, t in (*batch.items(), ("free_pages", free_pages)):
-        if t.dim() != 1 or t.dtype not in (torch.int64, torch.int32):
+        if t.dim() != 1 or t.dtype not in _INTEGERS:
             raise InvalidArgument(
                 f"{what}: {t.dtype} of shape {tuple(t.shape)}; expected int32 or int64 of one "
                 "dimension"
@@ -92,6 +92,7 @@ def check_total(extend_num_tokens: int) -> None:
 
 
 MAX_PAGE_SIZE = 2**30
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def _fresh_pages(

@@ -135,9 +135,13 @@ def _definition(function: Any) -> Callable[..., Any] | None:
 
 def takes_cursor(function: Callable[..., Any]) -> bool:
     """Whether an allocation op has the argument ``cursor``, as far as its signature says."""
-    schema = getattr(getattr(function, "default", function), "_schema", None)
-    if isinstance(schema, torch._C.FunctionSchema):
-        return any(argument.name == "cursor" for argument in schema.arguments)
+    names = function.overloads() if hasattr(function, "overloads") else ()
+    schemas = [
+        getattr(f, "_schema", None) for f in (function, *(getattr(function, n) for n in names))
+    ]
+    known = [s for s in schemas if isinstance(s, torch._C.FunctionSchema)]
+    if known:
+        return any(argument.name == "cursor" for s in known for argument in s.arguments)
     try:
         return "cursor" in inspect.signature(function).parameters
     except (TypeError, ValueError):
