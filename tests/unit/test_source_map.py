@@ -126,7 +126,7 @@ def resolved(path, instances):
         pytest.skip(f"needs {error.name}")
 
 
-def test_parameters_are_there(run):
+def test_parameters_are_there_and_read_or_marked(run):
     with_parameter = [
         path
         for item in document.items()
@@ -134,9 +134,14 @@ def test_parameters_are_there(run):
         if path.endswith(")")
     ]
     assert len(with_parameter) > 10
+    marked = {path for path, _ in UNUSED}
     for path in with_parameter:
         function, _, parameter = path.rstrip(")").partition("(")
-        assert parameter in inspect.signature(resolve(function, run.instances)).parameters, path
+        value = resolve(function, run.instances)
+        assert parameter in inspect.signature(value).parameters, path
+        if inspect.isclass(value):
+            path = f"{function}.__init__({parameter})"
+        assert reads_parameter(path, run.instances) != (path in marked), path
 
 
 def test_a_path_that_is_not_there_is_noticed(run):
