@@ -24,7 +24,7 @@ def small_trace(draw: random.Random) -> list[TraceRequest]:
 
 
 def best_of_all(trace: list[TraceRequest], capacity: int) -> int:
-    """The most hits over every set of pages that is kept after every request."""
+    """The most hits over every set of whole prefixes that is kept after every request."""
     states: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
     for request in trace:
         pages = [request.hash_ids[: i + 1] for i in range(request.input_length)]
@@ -35,13 +35,14 @@ def best_of_all(trace: list[TraceRequest], capacity: int) -> int:
             everything = kept | set(pages) if len(pages) <= capacity else kept
             others = everything - set(pages)
             room = capacity - (len(everything) - len(others))
-            least = len(others) if len(others) <= room else room
-            for chosen in itertools.combinations(sorted(others), min(least, len(others))):
+            least = min(len(others), room)
+            for chosen in itertools.combinations(sorted(others), least):
                 held = frozenset(chosen) | (everything - others)
                 for size in range(len(held) + 1):  # what is dropped later may be dropped now
                     for part in itertools.combinations(sorted(held), size):
                         key = frozenset(part)
-                        after[key] = max(after.get(key, 0), gained)
+                        if all(page[:-1] in key for page in key if len(page) > 1):
+                            after[key] = max(after.get(key, 0), gained)
         states = after
     return max(states.values())
 

@@ -1,9 +1,10 @@
-"""How many tokens any cache of a size can find: hits with the future known, and without a limit.
+"""How many tokens a cache of a size can find: hits with the future known, and without a limit.
 
-The optimal cache evicts the page that is used furthest in the future; of pages that are used at the
-same time (or never again) the one deepest in its prefix, so that what is cached stays prefixes. Its
-requests come one after another, in order, and their outputs take no room, so what a serving loop
-finds is at most this. It is a bound to compare with, no policy: nobody knows the future.
+The optimal cache evicts the page that is found again furthest in the future; of pages that are found
+at the same time (or never again) the one deepest in its prefix. What it holds are whole prefixes, as
+in a tree, and no cache that holds whole prefixes finds more. Its requests come one after another, in
+order, and their outputs take no room, so what a serving loop finds is at most this. It is a bound to
+compare with, no policy: nobody knows the future.
 """
 
 from collections.abc import Sequence
@@ -37,20 +38,21 @@ def optimal_hits(
         return None
     chains = _pages(requests, page_size)
     capacity = NEVER if device_tokens is None else device_tokens // page_size
-    next_uses = _next_uses(chains)
+    most = [(request.input_length - 1) // page_size for request in requests]
+    next_uses = _next_uses(chains, most)
     cached: dict[int, int] = {}  # page -> the request that uses it next
     heap: list[tuple[int, int, int]] = []  # (-next use, -depth, page); old entries are passed over
     hits = 0
-    for now, (request, pages) in enumerate(zip(requests, chains, strict=True)):
-        most = (request.input_length - 1) // page_size
+    for now, pages in enumerate(chains):
         found = next((i for i, page in enumerate(pages) if page not in cached), len(pages))
-        hits += min(found, most)
+        hits += min(found, most[now])
         if len(pages) > capacity:
             continue
         room = capacity - len(cached) - sum(page not in cached for page in pages)
+        pinned = set(pages)
         while room < 0:
             use, _, page = heappop(heap)
-            if cached.get(page) == -use and -use != now:
+            if cached.get(page) == -use and page not in pinned:
                 del cached[page]
                 room += 1
         for depth, (page, use) in enumerate(zip(pages, next_uses[now], strict=True)):
@@ -85,12 +87,16 @@ def _pages(requests: Sequence[TraceRequest], page_size: int) -> list[list[int]]:
     return chains
 
 
-def _next_uses(chains: list[list[int]]) -> list[list[int]]:
-    """For each page of each request, the next request that has it, or NEVER."""
+def _next_uses(chains: list[list[int]], most: list[int]) -> list[list[int]]:
+    """For each page of each request, the next request that can find it, or NEVER.
+
+    Of request i the first ``most[i]`` pages can be found; a page behind them is computed again
+    whether it is cached or not.
+    """
     following: dict[int, int] = {}
     uses: list[list[int]] = []
     for now in range(len(chains) - 1, -1, -1):
         uses.append([following.get(page, NEVER) for page in chains[now]])
-        for page in chains[now]:
+        for page in chains[now][: most[now]]:
             following[page] = now
     return uses[::-1]
