@@ -44,7 +44,7 @@ nightly: $(INSTALLED)  ## the long campaigns, and the kernels on a second versio
 	@PYTHONPATH=build/triton-$(OTHER_TRITON) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 \
 	    tests/property/test_ops_*.py
 	@echo "== long campaigns"
-	@REFCACHE_FUZZ=2000 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 tests/property/test_cli_fuzz.py
+	@REFCACHE_FUZZ=2000 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 tests/property/test_cli_fuzz.py tests/property/test_damaged_files.py
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m nightly $(ARGS)
 
 docs: $(INSTALLED)  ## the documentation, as HTML in docs/_build

@@ -54,6 +54,8 @@ def _is_kv(value: Any) -> bool:
 
 
 def _kv_batch(value: Any, line: int, seq: int | None, source: Any) -> EventBatch:
+    if not isinstance(value, dict | list) or not value:
+        raise Bad(None, f"got {shown(value)}: expected an event or a batch of events")
     items, rank, engine = value, None, None
     wrap: Any = None
     if isinstance(value, dict) and "events" in value:
@@ -62,9 +64,9 @@ def _kv_batch(value: Any, line: int, seq: int | None, source: Any) -> EventBatch
         engine = "vllm" if "data_parallel_rank" in value else None
         engine = "sglang" if "attn_dp_rank" in value else engine
         wrap = {name: value[name] for name in value if name not in ("events", "seq")}
-    elif isinstance(value, dict) or (value and isinstance(value[0], str)):
+    elif isinstance(value, dict) or isinstance(value[0], str):
         items = [value]
-    elif isinstance(value, list) and len(value) > 1:
+    elif len(value) > 1:
         items, rank = value[1], value[2] if len(value) > 2 else None
         wrap = {"ts": value[0]} if rank is None else {"ts": value[0], "data_parallel_rank": rank}
     if not isinstance(items, list):

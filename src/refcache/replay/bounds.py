@@ -1,10 +1,10 @@
 """How many tokens a cache of a size can find: hits with the future known, and without a limit.
 
-The optimal cache evicts the page that is found again furthest in the future; of pages that are found
-at the same time (or never again) the one deepest in its prefix. What it holds are whole prefixes, as
-in a tree, and no cache that holds whole prefixes finds more. Its requests come one after another, in
-order, and their outputs take no room, so what a serving loop finds is at most this. It is a bound to
-compare with, no policy: nobody knows the future.
+The optimal cache evicts the page that is found again furthest in the future; of pages that are
+found at the same time (or never again) the one deepest in its prefix. It holds whole prefixes, as a
+tree does, and no cache that holds whole prefixes finds more. Its requests come one by one,
+in order, and their outputs take no room, so what a serving loop finds is at most this. It is a
+bound to compare with, no policy: nobody knows the future.
 """
 
 from collections.abc import Sequence
