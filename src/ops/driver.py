@@ -87,8 +87,8 @@ def raise_flag(
     _check(code, "cuStreamWriteValue64")
 
 
-def enter_context() -> Callable[[], None]:
-    """A function that lets another host thread call the driver for the current device.
+def enter_context(device: Any = None) -> Callable[[], None]:
+    """A function that lets another host thread call the driver for a device (by default this one).
 
     PyTorch's calls find their device by themselves; the driver's want its context to be current.
 
@@ -96,8 +96,9 @@ def enter_context() -> Callable[[], None]:
         DriverError: the driver refused; on the thread, too.
     """
     context = ctypes.c_void_p()
-    torch.cuda.current_stream().query()  # makes the context, where there is none yet
-    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the context, where there is none yet
+        _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
 
     def enter() -> None:
         _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")

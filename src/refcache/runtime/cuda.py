@@ -97,7 +97,7 @@ class CudaRuntime:
         return event
 
     def Thread(self, name: str) -> IssuingThread:
-        return IssuingThread(name, _driver().enter_context())
+        return IssuingThread(name, _driver().enter_context(self.device))
 
     @contextmanager
     def actor(self, name: str) -> Iterator[None]:
