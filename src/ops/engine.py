@@ -136,6 +136,8 @@ def _of_plane(
     device_slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Addresses ``[layer, copy]`` on the host and on the device, and sizes ``[copy]``."""
+    if len({rows.stride(0) for rows in device}) != 1:
+        raise InvalidArgument("layers of a plane that differ in strides: expected one stride")
     item, row = host.element_size(), where.head_num * where.head_dim
     apart = where.head_num > 1 and where.head_stride != where.head_dim  # heads, on the host
     if not apart and where.slot_stride == device[0].stride(0) == row:

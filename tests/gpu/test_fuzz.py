@@ -11,7 +11,7 @@ import refcache_ops
 from ops_fuzz import Call
 from refcache.errors import InvalidArgument
 from refcache.reference import case_check, cases
-from refcache_ops import direct
+from refcache_ops import engine
 
 PINNED = case_check.Placement("cuda", torch.Tensor.pin_memory)
 
@@ -91,11 +91,11 @@ def test_the_copy_engine_follows_slots_that_numpy_owns() -> None:
     on = case_check.build(case, PINNED)
     slots = [numpy.arange(4), numpy.arange(4, 8)]
     indices = [torch.from_numpy(s) for s in slots]
-    direct.backup_all_layer(on.host, on.device, *indices, 4, case.layout)
+    engine.backup_all_layer(on.host, on.device, *indices, 4, case.layout)
     torch.cuda.synchronize()
     slots[0][:] = [8, 9, 10, 11]
     slots[1][:] = [3, 2, 1, 0]
-    direct.backup_all_layer(on.host, on.device, *indices, 4, case.layout)
+    engine.backup_all_layer(on.host, on.device, *indices, 4, case.layout)
     torch.cuda.synchronize()
     for host, device in zip(on.host, on.device, strict=True):
         got, want = host[:, 8:12].view(torch.int16), device[:, [3, 2, 1, 0]].cpu()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ops_fuzz import Call
 from refcache.errors import InvalidArgument
 from refcache.reference import LAYOUTS, case_check, cases
 from refcache_ops import engine, staged
@@ -50,6 +51,37 @@ def test_any_transfer_of_any_layout(moved: list[Any], op: str) -> None:
     for _ in range(150):
         drawn = cases.random_case(rng, op=op, form=rng.choice(cases.FORMS[:2]))
         assert case_check.transfer_errors(drawn, ops()) == []
+
+
+@pytest.mark.parametrize("op", ["backup_all_layer", "load_per_layer"])
+def test_strided_views_are_not_taken_for_dense(moved: list[Any], op: str) -> None:
+    """Views of K and V in one buffer, wide slots, misalignment, dtypes: as for the kernels."""
+
+    def as_op(max_programs: int, **given: Any) -> None:
+        if op == "backup_all_layer":
+            ops().backup_all_layer(*given.values(), max_programs=0)
+        else:
+            order = ("device", "host", "host_indices", "device_indices", "layer_id")
+            rest = [given[name] for name in (*order, "page_size", "layout")]
+            ops().load_per_layer(*rest, max_programs=0)
+
+    rng, met = random.Random(2), 0
+    while met < 25:
+        call = Call(rng)
+        if call.op != op or call.wrong:
+            continue
+        given, _ = call.make()
+        if given["device"][0].dim() == 3 and len(given["device"]) == len(given["host"]):
+            continue  # one layer alone; the engine asks for all
+        call.check(SimpleNamespace(**{op: as_op}))
+        met += 1
+
+
+def test_layers_that_differ_in_strides_are_refused(moved: list[Any]) -> None:
+    on = case_check.build(cases.TransferCase(form="list", heads=((2, 8),)))
+    on.device[1] = torch.stack([on.device[1]] * 2, dim=1).select(1, 0)
+    with pytest.raises(InvalidArgument, match="differ in strides"):
+        engine.list_copies(on.host, on.device, on.host_indices, on.device_indices, 4, "layer_first")
 
 
 @pytest.mark.parametrize("op", ["backup_all_layer", "load_per_layer"])
