@@ -1,6 +1,7 @@
 """docs/compatibility.md is what the sources say, and every difference has its reason."""
 
 import importlib
+import os
 import subprocess
 import sys
 import textwrap
@@ -215,6 +216,85 @@ def test_members_that_differ(script: Any, tmp_path: Path) -> None:
         "A.value: a method there, an attribute here",
         "A.b: an attribute there, a method here",
         "A.c: no such attribute",
+    ]
+
+
+# ---- their scheduler on these classes ------------------------------------------------------------
+
+THEIR_SCHEDULER = """
+from types import SimpleNamespace
+
+import torch
+from refcache import keys, tree, types
+from refcache.allocator import PagedTokenToKVPoolAllocator
+from refcache.engine import ForwardMode, ModelConfig, Req, SamplingParams, ScheduleBatch
+from refcache.peers import engine
+from refcache.pool import ReqToTokenPool
+
+release = engine.load("0.5.10")
+policy, common = (release.module(m) for m in ("managers.schedule_policy", "mem_cache.common"))
+for module in (policy, common):  # their imports, redirected
+    for home in (types, keys, tree):
+        for name, value in vars(home).items():
+            if hasattr(module, name) and getattr(value, "__module__", "").startswith("refcache"):
+                setattr(module, name, value)
+
+args = SimpleNamespace(attention_backend="torch_native", page_size=4, speculative_algorithm=None)
+release.module("server_args").set_global_server_args_for_scheduler(args)
+allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float16, "cpu", None)
+rows = ReqToTokenPool(4, 64)
+cache = tree.RadixCache(types.CacheInitParams(False, rows, allocator, 4))
+cache.insert(types.InsertParams(keys.RadixKey(range(8)), allocator.alloc(8)))
+for name in types.SCHEDULE_POLICIES:
+    queue = [Req("a", "", [99], SamplingParams(1)), Req("b", "", range(12), SamplingParams(3))]
+    policy.SchedulePolicy(name, cache, False, False, False).calc_priority(queue)
+    if name != "random":
+        print(name, *(req.rid for req in queue))
+adder = policy.PrefillAdder(4, cache, allocator, None, 1.0, 64, 32)
+req = Req("r", "", range(13), SamplingParams(4))
+req.init_next_round_input(cache)
+print(adder.add_one_req(req, False, None).name, req.extend_input_len, adder.rem_total_tokens)
+none = types.SpeculativeAlgorithm.NONE
+parts = rows, allocator, cache, ModelConfig(), False, none
+batch = ScheduleBatch.init_new(adder.can_run_list, *parts)
+batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens = [8], [5], 5
+batch.seq_lens = batch.seq_lens_cpu = torch.tensor([13])
+slots, batch.req_pool_indices, _ = common.alloc_for_extend(batch)
+print(slots.tolist(), rows.read(req.req_pool_idx, slice(0, 13)).tolist())
+req.kv_committed_len = req.kv_allocated_len = 13
+for _ in range(4):
+    print(common.alloc_for_decode(batch, token_per_req=1).tolist())
+    batch.seq_lens = batch.seq_lens_cpu = batch.seq_lens + 1
+    req.output_ids.append(7)
+    req.kv_committed_len = req.kv_allocated_len = req.kv_committed_len + 1
+common.release_kv_cache(req, cache)
+print(common.available_and_evictable_str(cache).strip())
+common.evict_from_tree_cache(cache, 60)
+print(allocator.available_size(), cache.total_size(), rows.available_size())
+"""
+
+
+def test_their_scheduler_serves_from_these_classes() -> None:
+    if "0.5.10" not in unpacked():
+        pytest.skip("SGLang 0.5.10 is not unpacked")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", THEIR_SCHEDULER]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "fcfs a b",
+        "lpm b a",
+        "dfs-weight b a",
+        "lof b a",
+        "routing-key a b",
+        "CONTINUE 5 40",
+        "[12, 13, 14, 15, 16] [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]",
+        "[17]",
+        "[18]",
+        "[19]",
+        "[20]",
+        "Available tokens: 64 (available_size=48 + evictable_size=16)",
+        "64 0 4",
     ]
 
 

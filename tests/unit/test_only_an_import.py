@@ -34,6 +34,7 @@ from refcache.pool import (
     MHATokenToKVPoolHost,
     MLATokenToKVPool,
     MLATokenToKVPoolHost,
+    ReqToTokenPool,
 )
 from refcache.tree import HiRadixCache, RadixCache, TreeNode, strategies
 from refcache.tree.consensus import SingleRank
@@ -303,6 +304,23 @@ def test_slots_come_with_the_state_before_them():
     assert (len(slots), allocator.available_size()) == (6, 8)
     allocator.restore_state(state)
     assert allocator.available_size() == 16
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_decode_slot_is_for_the_token_behind_the_lengths(page_size):
+    rows = ReqToTokenPool(2, 16)
+    allocator = PagedTokenToKVPoolAllocator(16, page_size, torch.float16, "cpu", None)
+    cache = RadixCache(CacheInitParams(False, rows, allocator, page_size))
+    req = Req("r", None, range(4), SamplingParams(4))
+    (row,) = rows.alloc([req])
+    rows.write((row, slice(0, 4)), allocator.alloc(4))
+    batch = ScheduleBatch([req], rows, allocator, cache)
+    batch.maybe_evict_swa()
+    batch.req_pool_indices = torch.tensor([row])
+    batch.seq_lens = batch.seq_lens_cpu = torch.tensor([4])
+    slot = alloc_for_decode(batch, token_per_req=1)
+    assert rows.read(row, slice(0, 5)).tolist()[4] == slot.item() == 4 + page_size
+    assert batch.seq_lens.tolist() == [4]
 
 
 def serving(**more: object) -> Scheduler:

@@ -156,22 +156,23 @@ def _check_token_per_req(token_per_req: int) -> None:
 
 
 def alloc_for_decode(batch: Batch, token_per_req: int = 1) -> torch.Tensor:
-    """One slot a request for its token ``seq_lens[i] - 1``, written to ``req_to_token``; int64.
+    """One slot a request for its token ``seq_lens[i]``, written to ``req_to_token``; int64.
+
+    ``batch.seq_lens`` are the lengths before this step.
 
     Raises:
         InvalidArgument: another ``token_per_req``, which speculation needs.
     """
     _check_token_per_req(token_per_req)
-    positions = batch.seq_lens - 1
     if batch.tree_cache.page_size == 1:
         out_cache_loc: torch.Tensor = alloc_token_slots(batch.tree_cache, len(batch.reqs))
     else:
         # a request that decodes has a prompt, so its last token has a slot
-        last_loc = batch.req_to_token_pool.read(batch.req_pool_indices, positions - 1)
+        last_loc = batch.req_to_token_pool.read(batch.req_pool_indices, batch.seq_lens - 1)
         out_cache_loc = alloc_paged_token_slots_decode(
-            batch.tree_cache, batch.seq_lens, batch.seq_lens_cpu, last_loc
+            batch.tree_cache, batch.seq_lens + 1, batch.seq_lens_cpu + 1, last_loc
         )
-    batch.req_to_token_pool.write((batch.req_pool_indices, positions), out_cache_loc)
+    batch.req_to_token_pool.write((batch.req_pool_indices, batch.seq_lens), out_cache_loc)
     return out_cache_loc
 
 

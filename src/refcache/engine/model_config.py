@@ -1,6 +1,7 @@
 """What the pools need to know of a model: layers, heads, widths, dtype, vocabulary."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +36,8 @@ class ModelConfig:
     Raises:
         InvalidArgument: an extent that is too small.
     """
+
+    is_encoder_decoder: ClassVar[bool] = False
 
     num_hidden_layers: int = 1
     num_key_value_heads: int = 1

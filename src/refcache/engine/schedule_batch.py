@@ -222,9 +222,9 @@ class ScheduleBatch:
         self.input_ids, self.output_ids = self._has_run(), None
         self.forward_mode = ForwardMode.DECODE
         self.hicache_consumer_index = -1
+        self.out_cache_loc = alloc_for_decode(self)
         self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.seq_lens = self.seq_lens_cpu.to(self.device)
-        self.out_cache_loc = alloc_for_decode(self)
         for req in self.reqs:
             req.kv_committed_len = req.kv_allocated_len = req.kv_committed_len + 1
 
@@ -247,6 +247,9 @@ class ScheduleBatch:
             reqs=self.reqs,
             hicache_consumer_index=self.hicache_consumer_index,
         )
+
+    def maybe_evict_swa(self) -> None:
+        """No layer has a sliding window: nothing falls out of one."""
 
     # ---- join and leave ------------------------------------------------------------------------
 
