@@ -139,6 +139,8 @@ def _silent(*lines: str) -> None: ...
 
 def _lines(result: Any) -> Iterator[str]:
     line = f"{result.suite:<20} {result.cases:>6,} cases {result.steps:>8,} steps  {result.verdict}"
+    if result.faults:
+        line += f", {result.faults:,} faults inside calls ({result.pairs:,} kinds)"
     reason = result.reason.splitlines()
     yield f"{line}: {reason[-1]}" if reason else line
     if result.verdict == "violation":

@@ -15,6 +15,7 @@ from refcache.testing.machines.allocator import (
     AllocatorMisuseMachine,
 )
 from refcache.testing.machines.base import DriverMachine
+from refcache.testing.machines.faults import FaultsMachine
 from refcache.testing.machines.hicache import HiCacheMachine
 from refcache.testing.machines.loop import LoopMachine
 from refcache.testing.machines.ops import OpsMachine
@@ -75,6 +76,7 @@ SUITES: dict[str, Suite] = {
         Suite("hicache.state", HiCacheMachine, share=0.3),
         Suite("hicache.streams", StreamsMachine, share=0.1),
         Suite("hicache.ranks", RanksMachine, share=0.1),
+        Suite("hicache.faults", FaultsMachine, frozenset({"faults"}), 0.2),
         Suite("ops.transfer", OpsMachine, share=0.1),
     )
 }

@@ -54,7 +54,9 @@ class Failure:
 class SuiteResult:
     """One row of the verdict. ``failure`` is set for a violation or an xfail; ``reason`` says why
     the verdict is another one than ok or violation. Of a suite that explores ``cases`` counts
-    states, ``steps`` programs, and ``reason`` says what was explored whole."""
+    states, ``steps`` programs, and ``reason`` says what was explored whole. ``faults``: how often a
+    call was made with one of its inner steps raising; ``pairs``: at how many different (call, inner
+    step)."""
 
     suite: str
     cases: int
@@ -62,6 +64,8 @@ class SuiteResult:
     verdict: str
     failure: Failure | None = None
     reason: str = ""
+    faults: int = 0
+    pairs: int = 0
 
 
 def list_suites(select: str | None = None) -> list[str]:
@@ -134,7 +138,8 @@ def run_suite(
     except BaseException:  # also what is no Exception must not end the process that judges
         reason = traceback.format_exc()
         return SuiteResult(name, tally.cases, tally.steps, "unknown", reason=reason)
-    return SuiteResult(name, tally.cases, tally.steps, "ok")
+    met, pairs = tally.faults, len(tally.pairs)
+    return SuiteResult(name, tally.cases, tally.steps, "ok", faults=met, pairs=pairs)
 
 
 def _explore(share: Share, target: Target, max_examples: int) -> SuiteResult:

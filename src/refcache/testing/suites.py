@@ -122,6 +122,9 @@ class HiCacheSuite(PartSuite):
     def test_explore(self) -> None:
         self.judge("hicache.explore")
 
+    def test_faults(self) -> None:
+        self.judge("hicache.faults")
+
 
 class OpsSuite(PartSuite):
     """Suites of the part ``ops``."""

@@ -177,11 +177,12 @@ class RadixCache(RadixTree):
         kept, start = len(key), req.cache_protected_len
         prefix_indices = torch.cat([*plan.slots(), slots[kept:]])
         cells = (req.req_pool_idx, slice(start, kept))
+        own, duplicates = slots[start:kept], slots[start : plan.resident]
         self._locked_path(req.last_node)
         with ExitStack() as undo:
             self.req_to_token_pool.write(cells, prefix_indices[start:kept])
-            undo.callback(self.req_to_token_pool.write, cells, slots[start:kept])
-            self._free(slots[start : plan.resident])
+            undo.callback(self.req_to_token_pool.write, cells, own)
+            self._free(duplicates)
             undo.pop_all()
         self._insert_helper(plan)
         last_node = plan.leaf or (plan.path[-1] if plan.path else self.root_node)
@@ -215,8 +216,9 @@ class RadixCache(RadixTree):
             plan = self._plan_row(req, key, slots, chunked=False)
             given_up = plan.resident
         self._locked_path(req.last_node)
-        self._free(slots[req.cache_protected_len : given_up])
-        self._free(slots[len(key) :])  # apart, as in SGLang: the tail's page is used next
+        duplicates, tail = slots[req.cache_protected_len : given_up], slots[len(key) :]
+        self._free(duplicates)
+        self._free(tail)  # apart, as in SGLang: the tail's page is used next
         if not asked:
             req.pop_committed_kv_cache()
         if plan is not None:

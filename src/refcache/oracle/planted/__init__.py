@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from refcache.errors import UnknownName
 from refcache.oracle.planted import (
     allocator,
+    faults,
     hicache_copies,
     hicache_loads,
     hicache_writes,
@@ -32,6 +33,7 @@ PARTS = (
     hicache_copies,
     streams,
     ranks,
+    faults,
     kernels,
 )
 _PLANTED = ExitStack()

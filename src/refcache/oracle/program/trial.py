@@ -23,12 +23,14 @@ class Trial:
         explained: the violation that an exception inside a call stands for, where that is none of
             ``crash``: a report of the simulated machine's tracker.
         answered: is told the name and the result of every call.
+        made: makes each call; what tries out its faults takes its place.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.explained: Callable[[BaseException], Violation | None] = lambda error: None
         self.answered: Callable[[str, Any], None] = lambda name, result: None
+        self.made: Callable[..., Any] = lambda function, *args, **kwargs: function(*args, **kwargs)
         self._noted: Violation | None = None
         self._settings: TorchSettings | None = None  # when the step that runs began
 
@@ -60,7 +62,7 @@ class Trial:
         """
         before = self._settings or torch_settings()
         try:
-            result = function(*args, **kwargs)
+            result: R = self.made(function, *args, **kwargs)
         except (Violation, KeyboardInterrupt):
             raise
         except BaseException as error:

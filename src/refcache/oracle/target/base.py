@@ -17,7 +17,9 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``exact``: with the same calls it makes the choices of SGLang 0.5.10 (free page, victim);
 * ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
-* ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was.
+* ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was;
+* ``faults``: a call inside which something fails raises and leaves the state as it was, or as the
+  two-tier cache's contract says (:mod:`refcache.oracle.drivers.hicache.faults`).
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
 """
@@ -46,6 +48,7 @@ CAPABILITIES = frozenset(
         "fences",
         "load_slots",
         "exact",
+        "faults",
         "ops",
         "ranks",
         "refuses_misuse",
@@ -64,6 +67,8 @@ class Target:
     capabilities: frozenset[str] = frozenset()
     spec = ""
     """How ``resolve`` found it: what a printed program calls it."""
+    inner_steps: tuple[str, ...] = ()
+    """Functions that calls go through and that may fail (hashes, say), as ``module:name``."""
     errors: type[Exception] | tuple[type[Exception], ...] = Exception
     """What a refusal of misuse may raise."""
 

@@ -70,6 +70,9 @@ class HiCacheConfig(CacheConfig):
     ``host_size`` in tokens, whole pages, more than ``size``; 0 means one page more. ``delay``:
     launches wait until the program or the cache makes them run; else they run at once.
     ``reentrant``: every allocation, on either tier, first evicts all that can be evicted there.
+    ``fault``: each call is first made with its inner step of that number raising, then the next,
+    and so on; 0: none is. ``fault_calls``: of so many calls one is tried so. ``fault_tensors``:
+    torch's calls are inner steps too.
     ``small_loads``: with the I/O backend "kernel", a load of small layers may be one launch for all
     of them; False asks for one launch a layer. It is for the reference; other targets ignore it.
     """
@@ -85,6 +88,9 @@ class HiCacheConfig(CacheConfig):
     delay: bool = True
     reentrant: bool = False
     small_loads: bool = True
+    fault: int = 0
+    fault_calls: int = 1
+    fault_tensors: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

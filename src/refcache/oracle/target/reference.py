@@ -25,6 +25,7 @@ class RefcacheTarget(Target):
     name = "refcache"
     capabilities = CAPABILITIES if find_spec("triton") else CAPABILITIES - {"ops"}
     errors = RefcacheError
+    inner_steps = ("refcache.tree.kv_events:page_hashes",)
 
     def allocator(self, config: CacheConfig) -> Any:
         return self._allocator(config, None, None)

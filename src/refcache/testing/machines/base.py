@@ -13,11 +13,18 @@ from refcache.oracle.program.driver import Call
 
 
 class Tally:
-    """Counts what a run of a machine did, and keeps the driver that failed last."""
+    """Counts what a run of a machine did, and keeps the driver that failed last.
+
+    Attributes:
+        faults: how often a call was made with an inner step raising; ``pairs``: which steps of
+            which calls.
+    """
 
     def __init__(self) -> None:
         self.cases = 0
         self.steps = 0
+        self.faults = 0
+        self.pairs: set[tuple[str, str, int]] = set()
         self.failed: Driver | None = None
 
 

@@ -5,12 +5,14 @@ host tier, of copies in flight and of the tracker, which reports every pair of a
 orders.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from refcache.oracle.drivers.hicache.content import HostContent
+from refcache.oracle.drivers.hicache.faults import Faults
 from refcache.oracle.drivers.hicache.forwards import LaunchedForwards
 from refcache.oracle.drivers.tree.bench import EvictionTerms, TreeBench
 from refcache.oracle.ledger.ledger import Prefix
@@ -32,6 +34,7 @@ class HiCacheBench(TreeBench):
         machine: the simulated machine, with a tracker; ``content``: the bytes of both tiers.
         in_flight: copies that are not acknowledged, by (kind, op), as they were submitted.
         no_room: the host pool refused twice in a row since the cache was empty.
+        faults: who makes inner steps fail, if the configuration asks for it.
     """
 
     config: HiCacheConfig
@@ -53,12 +56,14 @@ class HiCacheBench(TreeBench):
             lambda allocator: RecordingAllocator(allocator, self.ledger),
         )
         self.tree, self.allocator, self.rows = parts.tree, parts.allocator, parts.rows
+        self.host_pool = parts.host_pool
         self.content = HostContent(parts.pool, parts.host_planes, c.layout, c.page_size)
         self.trial.explained = self.content.as_violation
         self.forwards = LaunchedForwards(
             self.trial, self.machine, forward_stream, self.content, parts
         )
         self._watch(parts.host_pool)
+        self.faults = Faults(self, parts) if c.fault else None
         if c.reentrant:
             everything = self.target.EvictParams(num_tokens=c.size)
             self.allocator.make_room = lambda: self.tree.evict(everything)
@@ -85,6 +90,7 @@ class HiCacheBench(TreeBench):
             freed.append(len(indices))
             return free(indices)
 
+        @functools.wraps(evict_host)
         def watched_evict_host(num_tokens: int) -> Any:
             freed.clear()
             count, note = evict_host(num_tokens), self.trial.note
@@ -129,6 +135,8 @@ class HiCacheBench(TreeBench):
             return found.last_device_node, slots
         prefix = (extra_key, self.elements(tokens)[: len(slots)])
         self.lock(found.last_device_node, prefix)
+        if self.faults is not None:
+            self.faults.relied_on = True
         node, loaded = self.load(found, tokens, extra_key, None)
         self.unlock(found.last_device_node, prefix)
         return node, torch.cat([slots, loaded])

@@ -16,7 +16,10 @@ Here are the steps; the calls and checks are the bench's
 
 from collections.abc import Sequence
 
+import torch
+
 from refcache.oracle.drivers.hicache.bench import HiCacheBench
+from refcache.oracle.drivers.hicache.faulty_loop import FaultyLoop
 from refcache.oracle.drivers.tree.driver import TreeDriver
 from refcache.oracle.program.driver import step
 from refcache.oracle.target.config import HiCacheConfig
@@ -79,6 +82,44 @@ class HiCacheDriver(TreeDriver):
     def poll(self) -> None:
         """``check_hicache_events``: acknowledge what is done."""
         self.bench.poll()
+
+    @step
+    def copy_by_hand(self, pages: int) -> None:
+        """Both ways between slots of one's own, by the calls of the controller below the tree."""
+        bench, call = self.bench, self.trial.call
+        controller = getattr(bench.tree, "cache_controller", None)
+        if controller is None:
+            return
+        bench.settle()
+        count = pages * self.config.page_size
+        slots = bench.alloc(count, "the caller")
+        if slots is None:
+            return
+        host = call(controller.write, torch.tensor(slots))
+        if host is not None:
+            self.machine.synchronize()
+            controller.ack_write_queue.pop()
+            bench.free(slots)
+            loaded = call(controller.load, host)
+            slots = loaded.tolist()
+            bench.ledger.take(slots, "the caller")
+            call(controller.start_loading)
+            self.machine.synchronize()
+            controller.ack_load_queue.pop()
+            call(controller.evict_host, host)
+        own = call(bench.host_pool.alloc, count)
+        if own is not None:
+            call(bench.host_pool.free, own)
+        bench.free(slots)
+
+    @step
+    def serve(self, prompts: Sequence[Sequence[int]], overlap: bool = False) -> None:
+        """The serving loop over components of its own, with inner steps of iterations raising."""
+        loop = FaultyLoop(self.trial, self.config, overlap)
+        loop.serve(prompts, max(1, self.config.fault))
+        if self.bench.faults is not None:
+            self.bench.faults.met += len(loop.pairs)
+            self.bench.faults.pairs.update(loop.pairs)
 
     @step
     def work(self, choices: Sequence[int]) -> None:
