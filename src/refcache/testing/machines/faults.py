@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from refcache.oracle import HiCacheDriver
 from refcache.testing.machines.hicache import HiCacheMachine
 from refcache.testing.machines.strategies import hicache_configs, prompts
 
@@ -32,8 +31,7 @@ class FaultsMachine(HiCacheMachine):
     @initialize(config=hicache_configs(), faults=faults)
     def start(self, config: dict[str, Any], faults: Any) -> None:
         config |= {"reentrant": False, "io_backend": "kernel"} | faults
-        self.d = HiCacheDriver(self.target, **config)
-        self.start_driver(self.d)
+        self.begin(**config)
 
     @rule(pages=st.integers(1, 2))
     def copy_by_hand(self, pages: int) -> None:
