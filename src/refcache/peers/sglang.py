@@ -141,6 +141,7 @@ def watched(base: type) -> type:
             return self._watch(super().alloc_decode, *args, **kwargs)
 
         def _watch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            """An allocation; a read past the free list is a violation, if that is watched."""
             free = len(self.free_pages)
             with guard.reads_outside() as reads:
                 result = function(*args, **kwargs)

@@ -147,6 +147,7 @@ class TraceReader:
             raise
 
     def _read_header(self) -> Header:
+        """The first line, which must be a header of this format and version."""
         packed = str(self.path).endswith(".zst") and Path(self.path).stat().st_size > 0
         nothing = "the compressed data end before the first line" if packed else "the file is empty"
         first = next(self._lines, nothing)

@@ -169,6 +169,7 @@ class Judge(Model):
         self.last = after
 
     def _growth(self, known: f.Sizes, after: f.Sizes, before: tuple[int, int, int]) -> None:
+        """P1, A1 and H1: the sizes change by what the record did."""
         size = self.page_size
         free, cached, host_free = (
             (now - then) * size for now, then in zip(self.counts(), before, strict=True)
@@ -197,6 +198,7 @@ class Judge(Model):
             )
 
     def _delta(self, call: f.AnyCall, known: f.Sizes, after: f.Sizes) -> None:
+        """K1: a lock returns by how much the evictable tokens changed."""
         if isinstance(call, f.IncLockRef | f.DecLockRef) and call.delta is not None:
             grown = (after.evictable or 0) - (known.evictable or 0)
             self.require(

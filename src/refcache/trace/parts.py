@@ -41,6 +41,7 @@ class Parts:
         self._refuse_used()
 
     def _refuse_used(self) -> None:
+        """Refuse what cannot be recorded from its beginning."""
         if getattr(self.tree, "disable", False):
             raise InvalidArgument("record: the tree cache is disabled")
         if self.allocator is None:

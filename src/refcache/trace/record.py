@@ -81,6 +81,7 @@ class Recorder(Closes):
     # ---- wrapping --------------------------------------------------------------------------------
 
     def _wrap(self, part: str, owner: Any, name: str, capture: Capture) -> None:
+        """Put a recording method in the place of ``owner.name``, and remember the way back."""
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -101,6 +102,7 @@ class Recorder(Closes):
         self._undo.append(undo)
 
     def _call(self, part: str, original: Any, capture: Capture, args: Any, kwargs: Any) -> Any:
+        """Make a call and write its record, or add it to the record of the call around it."""
         stack: list[tuple[str, list[f.AnyCall]]] = self._thread.__dict__.setdefault("stack", [])
         if any(open_part == part for open_part, _ in stack):
             try:

@@ -116,6 +116,7 @@ class _Origins:
         self._look(lines[-1])
 
     def _look(self, line: Line) -> None:
+        """Note which records a line rests on: who had its pages, who made its nodes."""
         for call in (*line.inner, line.call):
             for tier, page in self._pages(call):
                 history = self._judge.device if tier == "device" else self._judge.host

@@ -187,6 +187,7 @@ class TreeMisuseDriver(TreeDriver):
     def _refuses_insert(
         self, what: str, tokens: Sequence[int], extra_key: str | None, missing: int
     ) -> None:
+        """An insert of ``tokens`` with so many slots too few must be refused."""
         count = len(self.bench.elements(tokens)) - missing
         params = self.target.InsertParams(
             key=self.target.RadixKey(list(tokens), extra_key), value=torch.arange(count) + 1

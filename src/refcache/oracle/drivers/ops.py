@@ -73,6 +73,8 @@ class OpsDriver(Driver):
             self._ask(op, "OP1", case_check.far_errors, op, self.ops, self.device, self.settle)
 
     def _ask(self, op: str, rule: str, errors_of: Callable[..., list[str]], *args: Any) -> None:
+        """Make one call; ``errors_of`` compares it, and an overflow of 32 bits is OP3."""
+
         def call() -> list[str]:
             try:
                 return errors_of(*args)

@@ -117,6 +117,7 @@ class Searcher:
         return self._expand(program, lambda: self.replay(program))
 
     def _expand(self, program: Move, again: Callable[[], Driver]) -> Expansion:
+        """Every move from the end of a program: where each leads, or which one fails."""
         driver = again()
         start = fingerprint(driver)
         moves = [*self.scope.moves(driver, start.names, self.scope.every), END]
@@ -156,6 +157,7 @@ class Searcher:
         raise CannotCopy(f"{program[-1]} fails in a copy and not in a replay")
 
     def _copier(self, program: Move) -> Callable[[], Driver]:
+        """What makes a driver at the end of a program: a copy that was kept, or a replay."""
         frozen = self._kept.pop(program, None)
         if frozen is None:
             frozen = freeze(self.replay(program))
@@ -164,6 +166,7 @@ class Searcher:
         return frozen.thaw
 
     def _keep(self, program: Move, digest: bytes, driver: Driver) -> None:
+        """Keep a copy of a new state's driver; the oldest go when the room is used up."""
         if not self.copies or digest in self._known:
             return
         self._known.add(digest)

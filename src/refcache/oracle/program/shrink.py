@@ -168,6 +168,8 @@ class _Best:
         return [p.default for p in signature(method).parameters.values()][1:]
 
     def _put_argument(self, i: int, j: int) -> Callable[[Any], Program]:
+        """From a value to the program with that value as argument ``j`` of call ``i``."""
+
         def put(value: Any) -> Program:
             calls = list(self.calls)
             name, args = calls[i]

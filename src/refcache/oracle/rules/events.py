@@ -40,6 +40,7 @@ class EventReplay:
                 self.resident.clear()
 
     def _store(self, event: Any) -> None:
+        """Pages become resident: N2 for the order, N1 for their names."""
         above: tuple[Any, ...] = ()
         if event.parent_block_hash is not None:
             upper = self.above()

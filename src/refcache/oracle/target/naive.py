@@ -198,6 +198,7 @@ class NaiveTree:
         return RadixKey(tokens, req.extra_key), row.to(torch.int64)
 
     def _emit(self, prefix: Prefix, stored: bool) -> None:
+        """The KV event of one page, with the hash of its whole prefix."""
         if not self._emits:
             return
         keys = RadixKey(prefix.elements, prefix.extra_key, self.is_eagle)  # type: ignore[arg-type]

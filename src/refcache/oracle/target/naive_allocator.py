@@ -57,6 +57,7 @@ class NaiveAllocator:
         return self.alloc_extend(before, before, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
 
     def _grow(self, rows: list[tuple[int, int, int]]) -> torch.Tensor | None:
+        """Slots for rows of (length before, length after, last slot); None without pages."""
         size = self.page_size
         for prefix, seq, last in rows:
             inside = size <= last < self.size + size and (last + 1 - prefix) % size == 0

@@ -32,6 +32,7 @@ class RefcacheTarget(Target):
 
     @staticmethod
     def _allocator(config: CacheConfig, pool: Any, runtime: Any) -> Any:
+        """The reference's allocator of these pages, over a pool or none."""
         from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
         given = (torch.int64, "cpu", pool, config.need_sort, runtime)

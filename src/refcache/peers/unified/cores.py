@@ -62,6 +62,8 @@ class Pair:
         return value
 
     def _both(self, name: str, leader: Callable[..., Any], shown: Callable[..., Any]) -> Any:
+        """A call of both cores, with arguments of their own; what differs is DIFF."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             theirs = self._translated(copy.deepcopy((args, kwargs)))
             answer, error = _outcome(leader, args, kwargs)

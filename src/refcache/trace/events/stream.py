@@ -124,6 +124,7 @@ class Announced:
         }
 
     def _clear(self, event: BlockEvent) -> None:
+        """Nothing is stored any more, on one rank or all, on one medium or all."""
         ranks = [event.rank] if event.rank is not None else list(self.ranks)
         for rank in ranks:
             for group in self.ranks.get(rank, {}).values():
@@ -134,6 +135,7 @@ class Announced:
             self.cleared.update(ranks)
 
     def _store(self, event: BlockEvent) -> None:
+        """Blocks become resident: N3 for their tokens, N2 for their parent, N1 for their names."""
         if event.misfit is not None:
             self._fail("N3", event.misfit)
         groups = self.ranks.setdefault(event.rank, {})
@@ -180,6 +182,7 @@ class Announced:
     def _same(
         self, group: _Group, block: Hash, old: tuple[Any, Any, Any], new: tuple[Any, Any, Any]
     ) -> None:
+        """N1: a block that is announced again has the name it had."""
         if old[2] != new[2]:
             was, now = (_adapter(name[2]) for name in (old, new))
             self._fail("N1", f"page {block} is of {now}, and was of {was}", block)

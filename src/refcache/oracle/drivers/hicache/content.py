@@ -122,6 +122,7 @@ class HostContent:
     def _wrong(
         self, rows: torch.Tensor, tags: torch.Tensor, layer: int, plane: int
     ) -> tuple[int, str] | None:
+        """The first row that does not hold its tag, and what it holds; None without one."""
         expected = tags[:, None, None] + self.codes[layer][plane]
         if torch.equal(rows, expected):
             return None

@@ -144,6 +144,8 @@ class StreamsDriver(Driver):
             )
 
     def _ordered(self, function: Any) -> Any:
+        """A call in which a report of the tracker, or a wrong row, is the violation."""
+
         def call() -> Any:
             try:
                 return function()

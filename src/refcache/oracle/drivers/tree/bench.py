@@ -393,6 +393,7 @@ class TreeBench:
         return state
 
     def _state(self) -> State:
+        """The state as it is now."""
         return State(
             view=self.target.inspect(self.tree),
             page_size=self.page_size,
