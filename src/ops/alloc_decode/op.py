@@ -47,4 +47,4 @@ def _fake(
 
 
 for schema in (SCHEMA, WITH_CURSOR):
-    define(schema, cpu=reference.alloc_decode, cuda=run_kernel, fake=_fake)
+    define(schema, reference.alloc_decode, cuda=run_kernel, fake=_fake)

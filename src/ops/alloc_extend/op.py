@@ -29,7 +29,7 @@ def run_kernel(
     extend_num_tokens: int,
     cursor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
+    """The kernel, on CUDA tensors (or on the CPU in Triton's interpreter); checks shapes first."""
     check_alloc(
         free_pages, page_size, cursor,
         prefix_lens=prefix_lens, seq_lens=seq_lens, last_loc=last_loc,
@@ -57,4 +57,4 @@ def _fake(
 
 
 for schema in (SCHEMA, WITH_CURSOR):
-    define(schema, cpu=reference.alloc_extend, cuda=run_kernel, fake=_fake)
+    define(schema, reference.alloc_extend, cuda=run_kernel, fake=_fake)

@@ -1,4 +1,4 @@
-"""The op ``backup_all_layer``: schema, implementations, fake.
+"""The op ``backup_all_layer``: schema and implementations.
 
 Defined by :func:`refcache.reference.transfer.backup_all_layer`. ``max_programs`` caps the programs
 of the kernel (0: no cap); it changes speed and nothing else.
@@ -23,20 +23,6 @@ SCHEMA = (
 )
 
 
-def run_reference(
-    host: Sequence[torch.Tensor],
-    device: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    page_size: int,
-    layout: str,
-    max_programs: int = 0,
-) -> None:
-    """The reference."""
-    check_programs(max_programs)
-    reference.backup_all_layer(host, device, host_indices, device_indices, page_size, layout)
-
-
 def run_kernel(
     host: Sequence[torch.Tensor],
     device: Sequence[torch.Tensor],
@@ -46,28 +32,16 @@ def run_kernel(
     layout: str,
     max_programs: int = 0,
 ) -> None:
-    """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
+    """The kernel, on CUDA tensors (or on the CPU in Triton's interpreter); checks shapes first."""
     check_programs(max_programs)
     copy = kernels("copy")
     transfer = plan_transfer(host, device, host_indices, device_indices, page_size, layout)
     if not copy.reachable(host):
-        run_reference(host, device, host_indices, device_indices, page_size, layout, max_programs)
+        reference.backup_all_layer(host, device, host_indices, device_indices, page_size, layout)
         return
     copy.run(
         transfer, host_indices, device_indices, 0, transfer.plan.layers, max_programs, to_host=True
     )
 
 
-def _fake(
-    host: Sequence[torch.Tensor],
-    device: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    page_size: int,
-    layout: str,
-    max_programs: int = 0,
-) -> None:
-    return None
-
-
-define(SCHEMA, cpu=run_reference, cuda=run_kernel, fake=_fake)
+define(SCHEMA, reference.backup_all_layer, cuda=run_kernel)

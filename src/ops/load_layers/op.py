@@ -1,4 +1,4 @@
-"""The op ``load_layers``: schema, implementations, fake.
+"""The op ``load_layers``: schema and implementations.
 
 Defined by :func:`refcache.reference.transfer.load_layers`: small loads are bound by launches, so
 all layers go in one, and a layer's arrival is a flag in device memory instead of an event. On CUDA
@@ -23,26 +23,6 @@ SCHEMA = (
 )
 
 
-def run_reference(
-    device: Sequence[torch.Tensor],
-    host: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    layer_flags: torch.Tensor,
-    first_layer: int,
-    layer_num: int,
-    page_size: int,
-    layout: str,
-    max_programs: int = 0,
-) -> None:
-    """The reference."""
-    check_programs(max_programs)
-    reference.load_layers(
-        device, host, host_indices, device_indices, layer_flags, first_layer, layer_num,
-        page_size, layout,
-    )  # fmt: skip
-
-
 def run_kernel(
     device: Sequence[torch.Tensor],
     host: Sequence[torch.Tensor],
@@ -55,7 +35,7 @@ def run_kernel(
     layout: str,
     max_programs: int = 0,
 ) -> None:
-    """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
+    """The kernel, on CUDA tensors (or on the CPU in Triton's interpreter); checks shapes first."""
     check_programs(max_programs)
     copy = kernels("copy")
     transfer = plan_transfer(host, device, host_indices, device_indices, page_size, layout)
@@ -64,7 +44,7 @@ def run_kernel(
     if layer_flags.device != device[0].device:
         raise InvalidArgument(f"layer_flags on {layer_flags.device}: expected {device[0].device}")
     if not copy.reachable(host):
-        run_reference(
+        reference.load_layers(
             device, host, host_indices, device_indices, layer_flags, first_layer, layer_num,
             page_size, layout,
         )  # fmt: skip
@@ -75,19 +55,4 @@ def run_kernel(
     )  # fmt: skip
 
 
-def _fake(
-    device: Sequence[torch.Tensor],
-    host: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    layer_flags: torch.Tensor,
-    first_layer: int,
-    layer_num: int,
-    page_size: int,
-    layout: str,
-    max_programs: int = 0,
-) -> None:
-    return None
-
-
-define(SCHEMA, cpu=run_reference, cuda=run_kernel, fake=_fake)
+define(SCHEMA, reference.load_layers, cuda=run_kernel)

@@ -1,4 +1,4 @@
-"""The op ``load_per_layer``: schema, implementations, fake.
+"""The op ``load_per_layer``: schema and implementations.
 
 Defined by :func:`refcache.reference.transfer.load_per_layer`. ``max_programs`` caps the programs of
 the kernel (0: no cap). On CUDA, host memory that is not pinned goes through a copy that blocks the
@@ -20,23 +20,6 @@ SCHEMA = (
 )
 
 
-def run_reference(
-    device: Sequence[torch.Tensor],
-    host: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    layer_id: int,
-    page_size: int,
-    layout: str,
-    max_programs: int = 0,
-) -> None:
-    """The reference."""
-    check_programs(max_programs)
-    reference.load_per_layer(
-        device, host, host_indices, device_indices, layer_id, page_size, layout
-    )
-
-
 def run_kernel(
     device: Sequence[torch.Tensor],
     host: Sequence[torch.Tensor],
@@ -47,7 +30,7 @@ def run_kernel(
     layout: str,
     max_programs: int = 0,
 ) -> None:
-    """The kernel, on CUDA tensors (or on the CPU in Triton\'s interpreter); checks shapes first."""
+    """The kernel, on CUDA tensors (or on the CPU in Triton's interpreter); checks shapes first."""
     check_programs(max_programs)
     copy = kernels("copy")
     transfer = plan_transfer(
@@ -55,22 +38,11 @@ def run_kernel(
     )
     check_layers(layer_id, 1, transfer.plan.layers)
     if not copy.reachable(host):
-        run_reference(device, host, host_indices, device_indices, layer_id, page_size, layout)
+        reference.load_per_layer(
+            device, host, host_indices, device_indices, layer_id, page_size, layout
+        )
         return
     copy.run(transfer, host_indices, device_indices, layer_id, 1, max_programs, to_host=False)
 
 
-def _fake(
-    device: Sequence[torch.Tensor],
-    host: Sequence[torch.Tensor],
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
-    layer_id: int,
-    page_size: int,
-    layout: str,
-    max_programs: int = 0,
-) -> None:
-    return None
-
-
-define(SCHEMA, cpu=run_reference, cuda=run_kernel, fake=_fake)
+define(SCHEMA, reference.load_per_layer, cuda=run_kernel)
