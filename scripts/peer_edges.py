@@ -2,23 +2,24 @@
 
 ``python scripts/peer_edges.py sglang:0.5.10+overlap --examples 60`` plays the calls of an overlap
 loop on the simulated machine, with a tracker that only collects, and prints one line a kind of race
-and write policy: the two accesses with their streams, how often, and an example.
+and write policy: the two accesses with their streams, how often, and an example. The first race,
+with its program, is what ``refcache check TARGET --suite hicache.state --write-policy POLICY`` ends
+with.
 """
 
 import argparse
 import re
 from collections import Counter
 
-import peers
-
 from refcache.oracle import HiCacheDriver, resolve
 from refcache.oracle.drivers.hicache.bench import HiCacheBench
 from refcache.runtime import RaceFound
-from refcache.testing import run
+from refcache.testing import run_suite
 from refcache.testing.machines.hicache import HiCacheMachine
 from refcache.testing.registry import SUITES, Suite
 from refcache.types import WRITE_POLICIES
 
+EDGES = "hicache.edges"
 CASES = 5
 """Cases a seed: a violation of another rule ends a seed's cases."""
 
@@ -47,10 +48,12 @@ def kind(race: RaceFound) -> str:
     return f"{cell}: " + ", then ".join(f"a {what} on stream {on}" for what, on in sides)
 
 
-def machine(policy: str, found: Counter[str], examples: dict[str, str]) -> type[HiCacheMachine]:
-    """The two-tier machine of ``peers.machine``; at the end of a case the races are added up."""
+def machine(found: Counter[str], examples: dict[str, str]) -> type[HiCacheMachine]:
+    """The machine of ``hicache.state``; at the end of a case the races are added up."""
 
-    class Machine(peers.machine(policy, True, Collecting)):  # type: ignore[misc]
+    class Machine(HiCacheMachine):
+        make = Collecting
+
         def teardown(self) -> None:
             try:
                 super().teardown()
@@ -75,11 +78,12 @@ def main() -> None:
     for policy in WRITE_POLICIES:
         found: Counter[str] = Counter()
         examples: dict[str, str] = {}
-        row = f"edges {policy}"
-        SUITES[row] = Suite(row, machine(policy, found, examples))
+        SUITES[EDGES] = Suite(EDGES, machine(found, examples))
         cases, rules = 0, Counter[str]()
         for seed in range(-(-given.examples // CASES)):
-            result = run.run_suite(row, target, max_examples=CASES, seed=seed, shrink=False)
+            result = run_suite(
+                EDGES, target, max_examples=CASES, seed=seed, shrink=False, write_policy=policy
+            )
             cases += result.cases
             if result.failure is not None:
                 rules[result.failure.rule] += 1

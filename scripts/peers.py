@@ -2,41 +2,38 @@
 
 ``python scripts/peers.py unpack`` downloads each release's wheel (40 to 60 MB, no dependencies) and
 unpacks it below ``.peers`` (or ``$REFCACHE_PEERS``); what is there stays. ``verdicts`` prints one
-row a target, suite and write policy, each target in a process of its own, and exits with 0: a
-violation of a release is a result. ``--examples N`` sets the size; the first failing program of a
-row follows it with ``--explain``.
+row a target, suite and write policy with the ``refcache check`` call that gives it, each target in
+a process of its own, and exits with 0: a violation of a release is a result. ``--examples N`` sets
+the cases of a row; its failing program follows it with ``--explain``.
 """
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hypothesis.stateful import initialize
-
-from refcache.oracle import HiCacheDriver, resolve
-from refcache.peers import VERSIONS, engine
-from refcache.testing import run
-from refcache.testing.machines.hicache import HiCacheMachine
-from refcache.testing.machines.strategies import hicache_configs
-from refcache.testing.registry import SUITES, Suite
+from refcache.oracle import resolve
+from refcache.peers import VERSIONS, releases
+from refcache.testing import run_suite
+from refcache.testing.registry import SUITES, draws_write_policies
 from refcache.types import WRITE_POLICIES
 
 ONE_TIER = ("allocator.state", "allocator.misuse", "tree.state", "tree.misuse")
 TARGETS = {
     "sglang:0.5.10": (*ONE_TIER, "hicache.state"),
-    "sglang:0.5.10+overlap": ("hicache.streams",),
+    "sglang:0.5.10+overlap": ("hicache.state",),
     "sglang:0.5.10+events": ("tree.state",),
     "sglang:0.5.12": (*ONE_TIER, "hicache.state"),
-    "sglang:0.5.12+overlap": ("hicache.streams",),
+    "sglang:0.5.12+overlap": ("hicache.state",),
     "sglang:0.5.12+events": ("tree.state",),
     "sglang:0.5.23": (*ONE_TIER, "hicache.state"),
     "sglang:0.5.23+rust": ("tree.state", "hicache.state"),
-    "sglang:0.5.23+overlap": ("hicache.streams",),
+    "sglang:0.5.23+overlap": ("hicache.state",),
     "sglang:0.5.23+events": ("tree.state",),
     "sglang:0.5.23+kernels": ("allocator.state",),
 }
@@ -46,8 +43,8 @@ TARGETS = {
 def unpack() -> int:
     """Download and unpack what is missing."""
     for version in VERSIONS:
-        folder = engine.folder(version)
-        if version in engine.unpacked():
+        folder = releases.folder(version)
+        if version in releases.unpacked():
             print(f"sglang {version}: in {folder}")
             continue
         partial = folder.with_name(f"{version}.partial")
@@ -63,52 +60,57 @@ def unpack() -> int:
     return 0
 
 
-def machine(
-    policy: str, streams: bool, driver: type[HiCacheDriver] = HiCacheDriver
-) -> type[HiCacheMachine]:
-    """The two-tier machine with one write policy; for streams, the calls of an overlap loop only:
-    no insert of KV that is being computed, no reset with copies in flight."""
+@dataclass(frozen=True)
+class Row:
+    """One verdict; ``write_policy`` is None for a suite of one tier, ``cases`` what it draws."""
 
-    class Machine(HiCacheMachine):
-        make = driver
+    target: str
+    suite: str
+    write_policy: str | None
+    cases: int
+    seed: int
 
-        @initialize(config=hicache_configs().map(lambda c: {**c, "write_policy": policy}))
-        def start(self, config: Any) -> None:
-            self.begin(**config)
-            if streams:
-                self.d.insert = self.d.reset = nothing  # type: ignore[method-assign]
+    @property
+    def max_examples(self) -> int:
+        return round(self.cases / SUITES[self.suite].share)
 
-    return Machine
+    def call(self) -> list[str]:
+        """The ``refcache`` command that gives this row."""
+        policy = [] if self.write_policy is None else ["--write-policy", self.write_policy]
+        size = ["--max-examples", str(self.max_examples), "--seed", str(self.seed)]
+        return ["check", self.target, "--suite", self.suite, *policy, *size, "--no-planted"]
 
-
-def nothing(*_: Any) -> None:
-    """A step that an overlap loop does not make."""
+    def run(self, explain: bool) -> str:
+        """Run it, in this process; the row, its call, and with ``explain`` the failing program."""
+        start = time.monotonic()
+        result = run_suite(
+            self.suite,
+            resolve(self.target),
+            max_examples=self.max_examples,
+            seed=self.seed,
+            write_policy=self.write_policy,
+        )
+        found = (result.reason.splitlines() or [""])[-1]
+        if result.failure is not None:
+            steps = sum(line.startswith("d.") for line in result.failure.steps)
+            found = f"{result.failure.rule}, {steps} steps"
+        lines = [
+            f"{self.target:22} {self.suite:17} {self.write_policy or '-':24} {result.verdict:10} "
+            f"{result.cases:5} cases {time.monotonic() - start:5.0f} s  {found}",
+            f"    {shlex.join(['refcache', *self.call()])}",
+        ]
+        if explain and result.failure is not None:
+            lines.append(result.failure.text)
+        return "\n".join(lines)
 
 
 def rows(target: str, suites: list[str], given: argparse.Namespace) -> None:
     """Print the rows of one target; this process imports its release."""
-    subject = resolve(target)
-    for name in suites:
-        tiers = name.startswith("hicache")
-        for policy in (given.policy or WRITE_POLICIES) if tiers else ("-",):
-            row = name
-            if tiers:
-                row = f"{name} {policy}"
-                made = machine(policy, name.endswith("streams"))
-                SUITES[row] = Suite(row, made)
-            start = time.monotonic()
-            result = run.run_suite(row, subject, max_examples=given.examples, seed=given.seed)
-            found = result.reason.splitlines()[-1:] or [""]
-            if result.failure is not None:
-                steps = sum(line.startswith("d.") for line in result.failure.steps)
-                found = [f"{result.failure.rule}, {steps} steps"]
-            print(
-                f"{target:22} {name:17} {policy:24} {result.verdict:10} {result.cases:5} cases "
-                f"{time.monotonic() - start:5.0f} s  {found[0]}",
-                flush=True,
-            )
-            if given.explain and result.failure is not None:
-                print(result.failure.text, flush=True)
+    for suite in suites:
+        policies = (given.policy or WRITE_POLICIES) if draws_write_policies(suite) else (None,)
+        for policy in policies:
+            row = Row(target, suite, policy, given.examples, given.seed)
+            print(row.run(given.explain), flush=True)
 
 
 def verdicts(examples: int, explain: bool, only: str) -> int:
@@ -118,7 +120,7 @@ def verdicts(examples: int, explain: bool, only: str) -> int:
         version = target.partition(":")[2].partition("+")[0]
         if not target.startswith(only):
             continue
-        if version not in engine.unpacked():
+        if version not in releases.unpacked():
             print(f"{target:22} skipped: not unpacked")
             continue
         command = [sys.executable, str(Path(__file__)), "rows", target, *suites]

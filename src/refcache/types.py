@@ -10,13 +10,13 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
-
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.keys import RadixKey
 from refcache.reference import LAYOUTS
 
 if TYPE_CHECKING:
+    import torch
+
     from refcache.runtime.api import Runtime
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -220,7 +220,7 @@ class MatchResult(NamedTuple):
         host_hit_length: tokens beyond ``device_indices`` that are only on the host.
     """
 
-    device_indices: torch.Tensor
+    device_indices: "torch.Tensor"
     last_device_node: Any
     last_host_node: Any
     host_hit_length: int = 0
@@ -243,8 +243,8 @@ class InsertParams:
     """
 
     key: RadixKey
-    value: torch.Tensor | None = None
-    mamba_value: torch.Tensor | None = None
+    value: "torch.Tensor | None" = None
+    mamba_value: "torch.Tensor | None" = None
     prev_prefix_len: int = 0
     swa_evicted_seqlen: int = 0
     chunked: bool = False
@@ -330,7 +330,7 @@ class CacheReq(Protocol):
     output_ids: "array[int]"
     fill_ids: "array[int]"
     extra_key: str | None
-    prefix_indices: torch.Tensor
+    prefix_indices: "torch.Tensor"
     cache_protected_len: int
     last_node: Any
     priority: int | None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from refcache.peers.engine import folder, unpacked
+from refcache.peers.releases import folder, unpacked
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"

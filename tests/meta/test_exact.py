@@ -5,7 +5,7 @@ import pytest
 from refcache.errors import UnknownName
 from refcache.oracle import AllocatorDriver, NaiveTarget, TreeDriver, Violation, resolve
 from refcache.oracle.planted import find
-from refcache.peers.engine import unpacked
+from refcache.peers.releases import unpacked
 from refcache.testing import run_suite
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from refcache.errors import InvalidArgument, MissingExtra
 from refcache.oracle import resolve
-from refcache.peers import VERSIONS, engine
+from refcache.peers import VERSIONS, releases
 from refcache.peers.track_record import CASES, page, reproduce
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ print(json.dumps({
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     found: str = request.param
-    if found not in engine.unpacked():
+    if found not in releases.unpacked():
         pytest.skip(f"sglang {found} is not unpacked: make peers")
     return found
 
@@ -56,12 +56,12 @@ def test_no_module_on_trial_is_replaced(version: str) -> None:
     assert not set(seen["replaced"]) & set(seen["trial"])
     assert "sglang.srt.mem_cache.radix_cache" in seen["trial"]
     assert "sglang.srt.managers.cache_controller" in seen["trial"]
-    unpacked = str(engine.folder(version).resolve())
+    unpacked = str(releases.folder(version).resolve())
     assert all(file.startswith(unpacked) for file in seen["files"])
 
 
 def test_what_the_cache_itself_takes_from_stand_ins() -> None:
-    if "0.5.10" not in engine.unpacked():
+    if "0.5.10" not in releases.unpacked():
         pytest.skip("sglang 0.5.10 is not unpacked: make peers")
     foreign = json.loads(python("-c", INSPECT, "0.5.10").stdout.splitlines()[-1])["foreign"]
     judged = {
@@ -80,7 +80,7 @@ def test_what_the_cache_itself_takes_from_stand_ins() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, str]]:
-    if "0.5.10" not in engine.unpacked():
+    if "0.5.10" not in releases.unpacked():
         pytest.skip("sglang 0.5.10 is not unpacked: make peers")
     ran = python("-m", "refcache.peers.track_record", "all", "sglang:0.5.10")
     assert ran.returncode == 0, ran.stderr
@@ -95,7 +95,7 @@ def test_known_bugs_are_seen(bug: str, outcomes: dict[str, dict[str, str]]) -> N
 
 @pytest.mark.nightly
 def test_the_track_record_is_what_the_programs_give() -> None:
-    if engine.unpacked() != list(VERSIONS):
+    if releases.unpacked() != list(VERSIONS):
         pytest.skip("a release is not unpacked: make peers")
     assert page() == (ROOT / "docs" / "track_record.md").read_text()
 
@@ -117,15 +117,13 @@ def test_a_release_that_is_not_there_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("REFCACHE_PEERS", str(tmp_path))
-    monkeypatch.setattr(engine, "_loaded", [])
     with pytest.raises(MissingExtra, match="make peers"):
         resolve("sglang:0.5.10")
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_loaded", [])
-    monkeypatch.setattr(engine, "unpacked", lambda: list(VERSIONS))
-    monkeypatch.setattr(engine, "find_spec", {"triton": True}.get)
+    monkeypatch.setattr(releases, "unpacked", lambda: list(VERSIONS))
+    monkeypatch.setattr(releases, "find_spec", {"triton": True}.get)
     with pytest.raises(MissingExtra, match="needs numpy, not installed"):
         resolve("sglang:0.5.10")
 
@@ -140,7 +138,7 @@ PARTS = 10
 def test_the_state_suite_is_silent_on_correct_code(policy: str, part: int) -> None:
     """Write-through on 0.5.10 has no known bug that the state suite is for: no alarm in 10,000
     random sequences."""
-    if "0.5.10" not in engine.unpacked():
+    if "0.5.10" not in releases.unpacked():
         pytest.skip("sglang 0.5.10 is not unpacked: make peers")
     size = ["--examples", str(SEQUENCES // PARTS // 2), "--seed", str(1000 + part)]
     row = ["rows", "sglang:0.5.10", "hicache.state", "--policy", policy, "--explain"]
@@ -193,7 +191,7 @@ except Violation as violation:
 def test_the_rust_core_leads_and_the_python_core_is_compared(
     program: str, what: str, expected: str
 ) -> None:
-    if "0.5.23" not in engine.unpacked():
+    if "0.5.23" not in releases.unpacked():
         pytest.skip("sglang 0.5.23 is not unpacked: make peers")
     ran = python("-c", program, what)
     assert ran.returncode == 0, ran.stderr

@@ -9,7 +9,8 @@ import pytest
 from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import TreeDriver, Violation, resolve
-from refcache.oracle.planted import PlantedBug, all_bugs, find, smoke
+from refcache.oracle.planted import PlantedBug, all_bugs, find
+from refcache.oracle.planted.smoke import smoke
 from refcache.oracle.rules.violation import switched_off, without_rules
 from refcache.testing import Failure, SuiteResult, hunt
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from refcache.peers.engine import folder, unpacked
+from refcache.peers.releases import folder, unpacked
 from refcache.types import ServerArgs
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving_loop.md"

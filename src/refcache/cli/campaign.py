@@ -29,9 +29,15 @@ def campaign(
 
     Failures are told apart by rule and minimal steps; each leaves a folder.
     """
-    from refcache.testing.campaign import open_campaign, plan_for, run_campaign
+    from refcache.testing.campaign import (
+        open_campaign,
+        plan_for,
+        refuse_what_is_no_campaign,
+        run_campaign,
+    )
 
     sys.path.insert(0, os.getcwd())
+    refuse_what_is_no_campaign(folder)
     plan = plan_for(target, suite, first_seed=seed, max_examples=max_examples)
     state = open_campaign(folder, plan)
     console = Console(stderr=True)

@@ -51,6 +51,9 @@ def check(
     profile: Annotated[
         str | None, typer.Option(help="Whose choices they expect (sglang-0.5.10); as --exact.")
     ] = None,
+    write_policy: Annotated[
+        str | None, typer.Option(help="The only one that two-tier suites (hicache) draw.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write the verdict and a folder a violation here.")
     ] = None,
@@ -62,11 +65,14 @@ def check(
     sys.path.insert(0, os.getcwd())
     if without_edge is not None:
         return _without_edge(target, without_edge)
-    from refcache.oracle import resolve
     from refcache.oracle.planted import all_bugs, find
     from refcache.oracle.target.config import DEFAULT_PROFILE, check_profile
-    from refcache.testing import list_suites
-    from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES
+    from refcache.oracle.target.resolve import resolve
+    from refcache.testing.registry import (
+        check_write_policy,
+        draws_write_policies,
+        list_suites,
+    )
     from refcache.testing.xfails import Xfails, read_xfails
 
     expected = Xfails() if xfails is None else read_xfails(xfails)
@@ -80,12 +86,20 @@ def check(
         raise InvalidArgument(f"--planted with {target}: it is the reference that is patched")
     wanted: list[str | None] = [*(suite or ([bug.suite] if bug else []))]
     names = list(dict.fromkeys(name for part in wanted or [None] for name in list_suites(part)))
+    if write_policy is not None:
+        check_write_policy(write_policy)
+        if not any(draws_write_policies(name) for name in names):
+            raise InvalidArgument(
+                f"--write-policy with {', '.join(names)}: expected a suite of two tiers (hicache)"
+            )
     with prints_on_stderr():
         resolve(target)
+    from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES
+
     say = _silent if as_json else _print
 
     cases = max_examples or (MAX_EXAMPLES if bug is None else HUNT_EXAMPLES)
-    runs = [Run(name, target, cases, seed, planted, profile) for name in names]
+    runs = [Run(name, target, cases, seed, planted, profile, write_policy) for name in names]
     hunts = bug is None and not no_planted
     bugs = [b for b in huntable(all_bugs()) if b.suite in names] if hunts else []
     prey = [mine[seed % len(mine)] for mine in _by_suite(bugs).values()]
@@ -149,15 +163,19 @@ def _lines(result: Any) -> Iterator[str]:
 
 def _without_edge(target: str, name: str) -> int:
     """Run the program of one ordering edge without it; 1 when it is reported, 3 when not."""
-    from refcache.oracle import StreamsDriver, Violation, resolve
-    from refcache.oracle.drivers.streams.edges import EDGES
-    from refcache.testing.run import explain
+    from refcache.oracle.drivers.streams.edges import EDGES, edge
+    from refcache.oracle.target.resolve import resolve
 
     if name == "list":
         _print(*EDGES)
         return 0
+    edge(name)
     with prints_on_stderr():
-        driver = StreamsDriver(resolve(target), without_edge=name)
+        subject = resolve(target)
+        from refcache.oracle import StreamsDriver, Violation
+        from refcache.testing.run import explain
+
+        driver = StreamsDriver(subject, without_edge=name)
         try:
             driver.every_order(name)
             text = ""

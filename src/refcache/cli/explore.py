@@ -43,14 +43,14 @@ def explore(
     The first program that fails is the shortest that there is. Says what was explored: all, or how
     deep and how many states are left.
     """
-    from refcache.oracle import SENTENCES, resolve
-    from refcache.oracle.explore import SCOPES, Limits, select
     from refcache.oracle.planted import find
-    from refcache.testing.exploration import Task, failure_of
-    from refcache.testing.exploration import explore as explored
+    from refcache.oracle.rules.catalog import SENTENCES
+    from refcache.oracle.target.resolve import resolve
 
     sys.path.insert(0, os.getcwd())
     if scope == ["list"]:
+        from refcache.oracle.explore import SCOPES
+
         for one in SCOPES.values():
             print(f"{one.name:<20} {one.says}")
         return 0
@@ -61,10 +61,14 @@ def explore(
     for rule in without or ():
         if rule not in SENTENCES:
             raise UnknownName("rule", rule, SENTENCES)
-    wanted: list[str | None] = [*scope] if scope else [None]
-    chosen = list(dict.fromkeys(one.name for part in wanted for one in select(part)))
     with prints_on_stderr():
         known = resolve(target)
+    from refcache.oracle.explore import SCOPES, Limits, select
+    from refcache.testing.exploration import Task, failure_of
+    from refcache.testing.exploration import explore as explored
+
+    wanted: list[str | None] = [*scope] if scope else [None]
+    chosen = list(dict.fromkeys(one.name for part in wanted for one in select(part)))
     limits = Limits(programs or None, depth)
     verdicts: list[dict[str, Any]] = []
     for name in chosen:

@@ -99,3 +99,7 @@ def run() -> None:
     notes = os.path.join(tempfile.gettempdir(), f"refcache-hypothesis-{os.getuid()}")
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", notes)
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

@@ -62,11 +62,7 @@ def replay(
     """
     if plot is not None and not sweep:
         raise InvalidArgument("--plot: expected --sweep device-tokens=N,N,... beside it")
-    import torch
-
-    from refcache.oracle import Violation
     from refcache.replay.config import ReplayConfig
-    from refcache.replay.loop import replay as run
 
     config = ReplayConfig(
         page_size=page_size,
@@ -78,17 +74,26 @@ def replay(
         host_ratio=host_ratio,
         write_policy=write_policy,
     )
-    torch.set_num_threads(1)  # a step is many small tensors: threads would wait more than work
     read = read_requests(
         trace, format=form, block_size=block_size, limit=limit, tokenizer=tokenizer
     )
     if sweep:
-        from refcache.cli.sweep import sweep as run_sweep
         from refcache.replay.sweep import grid
 
-        return run_sweep(read, grid(config, sweep), plot, as_json)
-    requests = list(read.requests)
-    bound = prefix_bound(requests)
+        points = grid(config, sweep)
+    else:
+        requests = list(read.requests)
+        bound = prefix_bound(requests)
+    import torch
+
+    torch.set_num_threads(1)  # a step is many small tensors: threads would wait more than work
+    if sweep:
+        from refcache.cli.sweep import sweep as run_sweep
+
+        return run_sweep(read, points, plot, as_json)
+    from refcache.oracle import Violation
+    from refcache.replay.loop import replay as run
+
     bar = progress()
     task = bar.add_task("requests", total=len(requests))
     try:

@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from refcache.controller import tuning
 from refcache.errors import InvalidArgument
-from refcache.pool.transfer_rule import RULES_FILE, save
 
 
 def tune(
@@ -21,6 +18,11 @@ def tune(
     Which copies go by the copy engine and which by a kernel, and how many programs a kernel may
     take beside a model.
     """
+    import torch
+
+    from refcache.controller import tuning
+    from refcache.pool.transfer_rule import RULES_FILE, save
+
     if not torch.cuda.is_available():
         raise InvalidArgument("tune without a CUDA device: expected one, its rules are measured")
     card = torch.cuda.get_device_name()

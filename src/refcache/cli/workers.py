@@ -15,7 +15,8 @@ from refcache.testing.processes import begin, starting
 
 
 class Run(NamedTuple):
-    """One suite on a target, with a planted bug or without, exact suites under a profile."""
+    """One suite on a target, with a planted bug or without, exact suites under a profile, two-tier
+    suites with one write policy or all."""
 
     suite: str
     target: str
@@ -23,6 +24,7 @@ class Run(NamedTuple):
     seed: int
     bug: str | None = None
     profile: str | None = None
+    write_policy: str | None = None
 
     def __str__(self) -> str:
         return f"{self.suite} on {self.target}"
@@ -56,6 +58,7 @@ class Run(NamedTuple):
                 max_examples=self.max_examples,
                 seed=self.seed,
                 profile=self.profile,
+                write_policy=self.write_policy,
             )
 
 

@@ -1,31 +1,36 @@
 """The oracle: what is on trial, how it is driven, which rules must hold, what a failure says.
 
-Everything a printed program needs is imported from here, whatever module it lives in. Knows public
-interfaces only and never imports Hypothesis; :mod:`refcache.testing` adds that.
+Everything a printed program needs is imported from here, whatever module it lives in, at first use.
+Knows public interfaces only and never imports Hypothesis; :mod:`refcache.testing` adds that.
 """
 
-from refcache.oracle.drivers.allocator import AllocatorDriver
-from refcache.oracle.drivers.hicache.driver import HiCacheDriver
-from refcache.oracle.drivers.loop import LoopDriver
-from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
-from refcache.oracle.drivers.ops import OpsDriver
-from refcache.oracle.drivers.ranks.driver import RanksDriver
-from refcache.oracle.drivers.streams.driver import StreamsDriver
-from refcache.oracle.drivers.tree.driver import TreeDriver
-from refcache.oracle.planted import plant
-from refcache.oracle.program.driver import Driver
-from refcache.oracle.rules.catalog import SENTENCES
-from refcache.oracle.rules.check import CHECKS, check_state, violations
-from refcache.oracle.rules.violation import Violation
-from refcache.oracle.target.base import Target
-from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
-from refcache.oracle.target.naive import NaiveTarget, NaiveTree
-from refcache.oracle.target.naive_allocator import NaiveAllocator
-from refcache.oracle.target.resolve import resolve
-from refcache.oracle.view.state import RequestView, State
-from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
-from refcache.reference.alloc_cases import AllocCase
-from refcache.reference.cases import TransferCase
+from typing import TYPE_CHECKING
+
+from refcache.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from refcache.oracle.drivers.allocator import AllocatorDriver
+    from refcache.oracle.drivers.hicache.driver import HiCacheDriver
+    from refcache.oracle.drivers.loop import LoopDriver
+    from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+    from refcache.oracle.drivers.ops import OpsDriver
+    from refcache.oracle.drivers.ranks.driver import RanksDriver
+    from refcache.oracle.drivers.streams.driver import StreamsDriver
+    from refcache.oracle.drivers.tree.driver import TreeDriver
+    from refcache.oracle.planted import plant
+    from refcache.oracle.program.driver import Driver
+    from refcache.oracle.rules.catalog import SENTENCES
+    from refcache.oracle.rules.check import CHECKS, check_state, violations
+    from refcache.oracle.rules.violation import Violation
+    from refcache.oracle.target.base import Target
+    from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
+    from refcache.oracle.target.naive import NaiveTarget, NaiveTree
+    from refcache.oracle.target.naive_allocator import NaiveAllocator
+    from refcache.oracle.target.resolve import resolve
+    from refcache.oracle.view.state import RequestView, State
+    from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
+    from refcache.reference.alloc_cases import AllocCase
+    from refcache.reference.cases import TransferCase
 
 __all__ = [
     "CHECKS",
@@ -60,3 +65,5 @@ __all__ = [
     "resolve",
     "violations",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -4,7 +4,15 @@
 one release.
 """
 
-from refcache.peers.engine import VERSIONS, Engine, load, unpacked
-from refcache.peers.named import peer_target
+from typing import TYPE_CHECKING
+
+from refcache.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from refcache.peers.engine import Engine, load
+    from refcache.peers.named import peer_target
+    from refcache.peers.releases import VERSIONS, unpacked
 
 __all__ = ["VERSIONS", "Engine", "load", "peer_target", "unpacked"]
+
+__getattr__ = lazy_names(__name__)

@@ -1,8 +1,6 @@
-"""Finds an unpacked SGLang release and imports its cache, unmodified.
+"""Imports the cache of an unpacked SGLang release, unmodified.
 
-A release is a published wheel, unpacked into a folder of its own (``make peers`` does so) below
-``.peers``, or below the folder that the variable ``REFCACHE_PEERS`` names. A process imports one
-release: its modules have one name, and keep state.
+A process imports one release: its modules have one name, and keep state.
 """
 
 import importlib
@@ -11,31 +9,12 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from refcache.errors import InvalidArgument, MissingExtra
+from refcache.errors import InvalidArgument
 from refcache.peers import guard, standins
 from refcache.peers.device import device_module
-
-VERSIONS = ("0.5.10", "0.5.12", "0.5.23")
-"""The releases that the adapters are written for."""
-
-
-def root() -> Path:
-    """Where releases are unpacked: one folder a version."""
-    return Path(os.environ.get("REFCACHE_PEERS", ".peers"))
-
-
-def folder(version: str) -> Path:
-    """Where one release is unpacked."""
-    return root() / version
-
-
-def unpacked() -> list[str]:
-    """The releases that are there, oldest first."""
-    return [version for version in VERSIONS if (folder(version) / "sglang").is_dir()]
+from refcache.peers.releases import folder, refuse_unless_installed
 
 
 @dataclass(frozen=True)
@@ -78,11 +57,7 @@ def load(version: str) -> Engine:
                 "judges one release"
             )
         return _loaded[0]
-    if version not in unpacked():
-        raise MissingExtra(f"sglang {version} is not unpacked in {root()}: run `make peers`")
-    missing = [name for name in ("numpy", "triton") if find_spec(name) is None]
-    if missing:
-        raise MissingExtra(f"sglang {version} needs {' and '.join(missing)}, not installed here")
+    refuse_unless_installed(version)
     _interpret_triton()
     sys.path.insert(0, str(folder(version).resolve()))
     logging.getLogger("sglang").setLevel(logging.ERROR)

@@ -2,9 +2,7 @@
 
 from refcache.errors import InvalidArgument
 from refcache.oracle.target.base import Target
-from refcache.peers.engine import VERSIONS, unpacked
-from refcache.peers.sglang import VARIANTS, SglangTarget
-from refcache.peers.unified.target import UnifiedTarget
+from refcache.peers.releases import VARIANTS, VERSIONS, refuse_unless_installed, unpacked
 
 
 def peer_target(spec: str) -> Target:
@@ -12,7 +10,7 @@ def peer_target(spec: str) -> Target:
 
     Raises:
         InvalidArgument: another form, or a release that the adapters do not know.
-        MissingExtra: the release is not unpacked.
+        MissingExtra: the release is not unpacked, or lacks a package.
     """
     engine, _, rest = spec.partition(":")
     version, _, variant = rest.partition("+")
@@ -25,6 +23,11 @@ def peer_target(spec: str) -> Target:
         )
     if variant == "rust" and version != "0.5.23":
         raise InvalidArgument(f"target {spec!r}: sglang {version} has no Rust core; 0.5.23 has")
+    refuse_unless_installed(version)
     if version == "0.5.23":
+        from refcache.peers.unified.target import UnifiedTarget
+
         return UnifiedTarget(version, variant)
+    from refcache.peers.sglang import SglangTarget
+
     return SglangTarget(version, variant)

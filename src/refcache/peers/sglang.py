@@ -18,23 +18,9 @@ from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.peers import guard, hicache
 from refcache.peers.engine import Engine, load
+from refcache.peers.releases import VARIANTS
 
 CAPABILITIES = frozenset({"allocator", "tree", "inspect", "minimal_evict", "hicache"})
-VARIANTS = {
-    "": frozenset[str](),
-    "events": frozenset({"events"}),
-    "exact": frozenset({"exact"}),
-    "overlap": frozenset({"fences"}),
-    "loads": frozenset({"load_slots"}),
-    "kernels": frozenset[str](),
-    "rust": frozenset[str](),
-}
-"""What ``sglang:VERSION+VARIANT`` is held to beyond the plain target: its KV events tell what is
-cached; it makes the choices of profile sglang-0.5.10 (0.5.10 itself does); streams alone order its
-copies against forwards; a fourth load waits for the first. ``kernels``: 0.5.23's paged allocator
-with its Triton kernels, instead of the plain functions it has for a CPU (earlier releases always
-use their kernels). ``rust``: 0.5.23's tree with its Rust core, compared call by call with the
-Python core that the plain target has."""
 
 
 class SglangTarget(Target):

@@ -21,8 +21,8 @@ from pathlib import Path
 from refcache.errors import InvalidArgument
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.resolve import resolve
-from refcache.peers.engine import unpacked
 from refcache.peers.programs import CASES
+from refcache.peers.releases import unpacked
 
 EDGES = """## Ordering edges
 

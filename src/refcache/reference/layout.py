@@ -18,10 +18,12 @@ Strides are in elements of the buffer's dtype.
 """
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from refcache.errors import InvalidArgument, UnknownName
+
+if TYPE_CHECKING:
+    import torch
 
 # layout name -> axes of the buffer, outermost first. "T" is the slot axis (pages * P of them).
 LAYOUTS: dict[str, str] = {
@@ -94,7 +96,7 @@ class Layout:
         )  # fmt: skip
 
     @classmethod
-    def of_buffer(cls, name: str, buffer: torch.Tensor, page_size: int) -> "Layout":
+    def of_buffer(cls, name: str, buffer: "torch.Tensor", page_size: int) -> "Layout":
         """The layout of an existing contiguous host buffer, read off its shape.
 
         Raises:
@@ -129,7 +131,7 @@ class Layout:
             + head * self.head_stride
         )
 
-    def rows(self, buffer: torch.Tensor, layer: int) -> torch.Tensor:
+    def rows(self, buffer: "torch.Tensor", layer: int) -> "torch.Tensor":
         """A view ``[pages, P, H, D]`` of a layer of ``buffer``; writing to it writes the buffer."""
         pages = self.size // self.page_size
         return buffer.as_strided(

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.tree.hiradix_cache import LOAD_BACK_THRESHOLD
 from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
 CHECKS = ("every", "sampled", "off")
@@ -23,7 +22,7 @@ class ReplayConfig:
         check: see :mod:`refcache.replay.loop`; ``seed``: of the rows that are drawn.
         max_running_requests: that decode together.
         host_ratio: host tokens / device tokens; None: no host tier.
-        write_policy, load_back_threshold: of the host tier.
+        write_policy, load_back_threshold: of the host tier; None is the tree's own threshold.
 
     Raises:
         InvalidArgument: a number that is too small. UnknownName: a policy or check.
@@ -40,7 +39,7 @@ class ReplayConfig:
     max_running_requests: int = 256
     host_ratio: float | None = None
     write_policy: str = "write_through"
-    load_back_threshold: int = LOAD_BACK_THRESHOLD
+    load_back_threshold: int | None = None
 
     def __post_init__(self) -> None:
         if self.host_ratio is not None and not (1 < self.host_ratio < float("inf")):

@@ -155,7 +155,8 @@ def make_scheduler(
         tree: RadixCache
         if server_args.enable_hierarchical_cache:
             tree = CountingHiRadixCache(params, server_args)
-            tree.load_back_threshold = config.load_back_threshold
+            if config.load_back_threshold is not None:
+                tree.load_back_threshold = config.load_back_threshold
         else:
             tree = CountingRadixCache(params)
         if own is not None:

@@ -4,12 +4,13 @@ The names below are imported at first use: pytest loads :mod:`refcache.testing.p
 session where refcache is installed, and must not load PyTorch for it.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from refcache.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from refcache.testing.registry import SUITES, Suite
-    from refcache.testing.run import Caught, Failure, SuiteResult, hunt, list_suites, run_suite
+    from refcache.testing.registry import SUITES, Suite, list_suites
+    from refcache.testing.run import Caught, Failure, SuiteResult, hunt, run_suite
 
 __all__ = [
     "SUITES",
@@ -22,9 +23,4 @@ __all__ = [
     "run_suite",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "registry" if name in ("SUITES", "Suite") else "run"
-    return getattr(importlib.import_module(f"refcache.testing.{home}"), name)
+__getattr__ = lazy_names(__name__)

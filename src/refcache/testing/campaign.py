@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from refcache.errors import InvalidArgument
-from refcache.oracle import resolve
+from refcache.oracle.target.resolve import resolve
 from refcache.testing.processes import begin, starting
-from refcache.testing.registry import needs_of
-from refcache.testing.report import failure_name, write_failure
-from refcache.testing.run import list_suites, run_suite
+from refcache.testing.registry import list_suites, needs_of
 
 EXAMPLES = 25
 """Cases a run: a second or so, which is what a kill can lose."""
@@ -90,13 +88,27 @@ def plan_for(target: str, suites: list[str] | None, **options: Any) -> Plan:
     Raises:
         UnknownName: no suite of such a name. InvalidArgument: no such target, or nothing to run.
     """
-    known = resolve(target)
     wanted: list[str | None] = [*suites] if suites else [None]
     names = [name for part in wanted for name in list_suites(part)]
+    known = resolve(target)
     able = tuple(n for n in dict.fromkeys(names) if not known.lacks(needs_of(n)))
     if not able:
         raise InvalidArgument(f"target {target!r} lacks what {', '.join(names)} need")
     return Plan(target, able, **options)
+
+
+def refuse_what_is_no_campaign(folder: Path) -> None:
+    """Refuse a file, and a folder that has something else in it.
+
+    Raises:
+        InvalidArgument: it does.
+    """
+    try:
+        known = not folder.exists() or (folder / "campaign.json").exists()
+        if not known and any(p for p in folder.iterdir() if not p.name.endswith(".part")):
+            raise InvalidArgument(f"{folder}: not empty, and no campaign")
+    except OSError as error:
+        raise InvalidArgument(f"{folder}: {error.strerror}") from None
 
 
 def open_campaign(folder: str | Path, plan: Plan) -> Campaign:
@@ -106,12 +118,11 @@ def open_campaign(folder: str | Path, plan: Plan) -> Campaign:
         InvalidArgument: the folder is something else, or belongs to another plan.
     """
     folder = Path(folder)
+    refuse_what_is_no_campaign(folder)
     about = folder / "campaign.json"
     wanted = json.dumps(asdict(plan), indent=2) + "\n"
     try:
         if not about.exists():
-            if folder.exists() and any(p for p in folder.iterdir() if not p.name.endswith(".part")):
-                raise InvalidArgument(f"{folder}: not empty, and no campaign")
             (folder / "failures").mkdir(parents=True, exist_ok=True)
             part = folder / "campaign.json.part"
             part.write_text(wanted, encoding="utf-8")
@@ -230,6 +241,9 @@ def _enter(campaign: Campaign, run: Run) -> Run:
 
 def one_run(plan: Plan, folder: str, suite: str, seed: int) -> Run:
     """One suite with one seed, in a worker; a failure is written before this returns."""
+    from refcache.testing.report import failure_name, write_failure
+    from refcache.testing.run import run_suite
+
     result = run_suite(suite, resolve(plan.target), max_examples=plan.max_examples, seed=seed)
     run = Run(suite, seed, result.verdict, result.cases, result.steps, reason=result.reason)
     if result.failure is None:

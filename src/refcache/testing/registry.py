@@ -4,25 +4,22 @@ Kinds: *state* makes legal calls and checks every rule; *misuse* mixes in calls 
 contract, which must be refused and change nothing; *exact* holds every choice against SGLang
 0.5.10's, so that a changed policy is seen; *ranks* runs one program on ranks that differ in time;
 *explore* draws nothing: it tries all small programs, as far as its share goes.
+
+What the suites are called takes no tensor to know: a machine is imported when it is asked for.
 """
 
+import importlib
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from refcache.oracle.explore import SCOPES
-from refcache.testing.machines.allocator import (
-    AllocatorExactMachine,
-    AllocatorMachine,
-    AllocatorMisuseMachine,
-)
-from refcache.testing.machines.base import DriverMachine
-from refcache.testing.machines.faults import FaultsMachine
-from refcache.testing.machines.hicache import HiCacheMachine
-from refcache.testing.machines.loop import LoopMachine
-from refcache.testing.machines.ops import OpsMachine
-from refcache.testing.machines.ranks import RanksMachine
-from refcache.testing.machines.streams import StreamsMachine
-from refcache.testing.machines.tree import TreeExactMachine, TreeMachine, TreeMisuseMachine
+from refcache.errors import UnknownName
 from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
+
+if TYPE_CHECKING:
+    from refcache.testing.machines.base import DriverMachine
+
+EXACT = frozenset({"exact"})
 
 
 @dataclass(frozen=True)
@@ -30,14 +27,27 @@ class Suite:
     """One row. The rules of its machine make the steps of a driver, and the driver's bench checks.
 
     Attributes:
+        home: where the machine is, ``module:class`` below :mod:`refcache.testing.machines`; or the
+            class itself.
         extra: capabilities beyond those that the driver needs.
         share: of the cases asked for, how many it runs; a step of the loop is worth several calls.
     """
 
     name: str
-    machine: type[DriverMachine]
+    home: "str | type[DriverMachine]"
     extra: frozenset[str] = frozenset()
     share: float = 1.0
+
+    @cached_property
+    def machine(self) -> "type[DriverMachine]":
+        """The Hypothesis machine."""
+        if not isinstance(self.home, str):
+            return self.home
+        module, _, name = self.home.partition(":")
+        found: type[DriverMachine] = getattr(
+            importlib.import_module(f"refcache.testing.machines.{module}"), name
+        )
+        return found
 
     @property
     def needs(self) -> frozenset[str]:
@@ -59,25 +69,26 @@ class Share:
     @property
     def needs(self) -> frozenset[str]:
         """The capabilities that it asks of a target."""
+        from refcache.oracle.explore import SCOPES
+
         return frozenset().union(*(SCOPES[name].driver.needs for name in self.programs))
 
 
-EXACT = frozenset({"exact"})
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        Suite("allocator.state", AllocatorMachine),
-        Suite("allocator.misuse", AllocatorMisuseMachine, share=0.5),
-        Suite("allocator.exact", AllocatorExactMachine, EXACT, 0.5),
-        Suite("tree.state", TreeMachine),
-        Suite("tree.misuse", TreeMisuseMachine, share=0.5),
-        Suite("tree.exact", TreeExactMachine, EXACT, 0.5),
-        Suite("loop.state", LoopMachine, share=0.25),
-        Suite("hicache.state", HiCacheMachine, share=0.3),
-        Suite("hicache.streams", StreamsMachine, share=0.1),
-        Suite("hicache.ranks", RanksMachine, share=0.1),
-        Suite("hicache.faults", FaultsMachine, frozenset({"faults"}), 0.2),
-        Suite("ops.transfer", OpsMachine, share=0.1),
+        Suite("allocator.state", "allocator:AllocatorMachine"),
+        Suite("allocator.misuse", "allocator:AllocatorMisuseMachine", share=0.5),
+        Suite("allocator.exact", "allocator:AllocatorExactMachine", EXACT, 0.5),
+        Suite("tree.state", "tree:TreeMachine"),
+        Suite("tree.misuse", "tree:TreeMisuseMachine", share=0.5),
+        Suite("tree.exact", "tree:TreeExactMachine", EXACT, 0.5),
+        Suite("loop.state", "loop:LoopMachine", share=0.25),
+        Suite("hicache.state", "hicache:HiCacheMachine", share=0.3),
+        Suite("hicache.streams", "streams:StreamsMachine", share=0.1),
+        Suite("hicache.ranks", "ranks:RanksMachine", share=0.1),
+        Suite("hicache.faults", "faults:FaultsMachine", frozenset({"faults"}), 0.2),
+        Suite("ops.transfer", "ops:OpsMachine", share=0.1),
     )
 }
 EXPLORED: dict[str, Share] = {
@@ -103,3 +114,34 @@ EXPLORED: dict[str, Share] = {
 def needs_of(suite: str) -> frozenset[str]:
     """The capabilities that a suite needs, whether it draws or explores."""
     return (EXPLORED if suite in EXPLORED else SUITES)[suite].needs
+
+
+def list_suites(select: str | None = None) -> list[str]:
+    """Names of all suites, or of those of a part (``tree``), a kind (``state``) or one by name.
+
+    Raises:
+        UnknownName: nothing is called so.
+    """
+    known = [*SUITES, *EXPLORED]
+    if select is None:
+        return known
+    names = [name for name in known if name == select or select in name.split(".")]
+    if not names:
+        parts = {part for name in known for part in name.split(".")}
+        raise UnknownName("suite", select, {*known, *parts})
+    return names
+
+
+def draws_write_policies(suite: str) -> bool:
+    """Whether a suite draws the write policies of a host tier."""
+    return suite in SUITES and suite.startswith("hicache.")
+
+
+def check_write_policy(name: str) -> None:
+    """Refuse what names no write policy.
+
+    Raises:
+        UnknownName: with the names that there are.
+    """
+    if name not in WRITE_POLICIES:
+        raise UnknownName("write policy", name, WRITE_POLICIES)

@@ -23,7 +23,15 @@ from refcache.oracle.rules.violation import without_rules
 from refcache.oracle.target.config import check_profile
 from refcache.testing.draws import without_local_constants
 from refcache.testing.machines.base import DriverMachine, Tally, machine_for
-from refcache.testing.registry import EXACT, EXPLORED, SUITES, Share, needs_of
+from refcache.testing.registry import (
+    EXACT,
+    EXPLORED,
+    SUITES,
+    Share,
+    check_write_policy,
+    draws_write_policies,
+    needs_of,
+)
 
 MAX_EXAMPLES = 100
 HUNT_EXAMPLES = 1000
@@ -68,22 +76,6 @@ class SuiteResult:
     pairs: int = 0
 
 
-def list_suites(select: str | None = None) -> list[str]:
-    """Names of all suites, or of those of a part (``tree``), a kind (``state``) or one by name.
-
-    Raises:
-        UnknownName: nothing is called so.
-    """
-    if select is None:
-        return [*SUITES, *EXPLORED]
-    known = [*SUITES, *EXPLORED]
-    names = [name for name in known if name == select or select in name.split(".")]
-    if not names:
-        parts = {part for name in known for part in name.split(".")}
-        raise UnknownName("suite", select, {*known, *parts})
-    return names
-
-
 def run_suite(
     name: str,
     target: Target,
@@ -92,6 +84,7 @@ def run_suite(
     seed: int = 0,
     shrink: bool = True,
     profile: str | None = None,
+    write_policy: str | None = None,
 ) -> SuiteResult:
     """Run one suite on a target.
 
@@ -102,23 +95,28 @@ def run_suite(
         shrink: look for the smallest failing program. It takes seconds.
         profile: whose choices an exact suite holds the target to, declared ``exact`` or not; by
             default a target that declares it is held to SGLang 0.5.10's.
+        write_policy: the only one that a two-tier suite draws; the others have none.
 
     Raises:
-        UnknownName: no suite or profile of that name.
+        UnknownName: no suite, profile or write policy of that name.
         InvalidArgument: ``max_examples`` below 1.
     """
     if name not in SUITES and name not in EXPLORED:
         raise UnknownName("suite", name, {*SUITES, *EXPLORED})
     if max_examples < 1:
         raise InvalidArgument(f"max_examples={max_examples}: expected at least 1")
+    if write_policy is not None:
+        check_write_policy(write_policy)
     if name in EXPLORED:
         return _explore(EXPLORED[name], target, max_examples)
     suite = SUITES[name]
     needs, attributes = suite.needs, {}
+    if write_policy is not None and draws_write_policies(name):
+        attributes["write_policy"] = write_policy
     if profile is not None:
         check_profile(profile)
         if needs >= EXACT:
-            needs, attributes = needs - EXACT, {"profile": profile}
+            needs, attributes = needs - EXACT, attributes | {"profile": profile}
     lacking = target.lacks(needs)
     if lacking:
         return SuiteResult(name, 0, 0, "skipped", reason=f"the target lacks {', '.join(lacking)}")

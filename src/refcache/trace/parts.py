@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-import torch
-
 from refcache.errors import InvalidArgument
 from refcache.trace import captures
 from refcache.trace import format as f
@@ -94,6 +92,8 @@ class Parts:
 
 
 def _versions(package: str) -> dict[str, str]:
+    import torch
+
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in {package, "refcache"}:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import torch
-
 from refcache.oracle.rules.violation import Violation
-from refcache.reference import alloc_extend
 from refcache.trace import format as f
 from refcache.trace.rules import Model, Undecidable, judges
 
@@ -48,6 +45,10 @@ def _grow(
     model: Model, prefix_lens: list[int], seq_lens: list[int], last_loc: list[int], slots: Any
 ) -> None:
     """Any free pages will do; which slots of them, and in which order, is fixed."""
+    import torch
+
+    from refcache.reference import alloc_extend
+
     size = model.page_size
     lanes = list(zip(prefix_lens, seq_lens, last_loc, strict=False))
     if len({len(prefix_lens), len(seq_lens), len(last_loc)}) > 1 or any(

@@ -151,8 +151,9 @@ def hicache_moves(d: HiCacheDriver, names: Names, every: Vocabulary) -> Iterator
     words = strings(every.tokens, names.tokens, c.size, size)
     rooms = spaces(every.spaces, names.spaces)
     count = len(d.requests)
+    bare = d.target.takes_bare_calls
     for space, word in product(rooms, words):
-        if len(word) % size == 0:
+        if bare and len(word) % size == 0:
             yield (("insert", (word, space)),)
         if count < c.max_requests:
             yield (("admit", (word, space)),)

@@ -1,4 +1,7 @@
-"""The planted bugs by name. See :mod:`refcache.oracle.planted.bug`."""
+"""The planted bugs by name. See :mod:`refcache.oracle.planted.bug`.
+
+What they are called takes no tensor to know: these modules import PyTorch where a bug is planted.
+"""
 
 import atexit
 from collections.abc import Iterator
@@ -19,9 +22,8 @@ from refcache.oracle.planted import (
     streams,
 )
 from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
-from refcache.oracle.planted.smoke import smoke
 
-__all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "smoke", "taken_back"]
+__all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "taken_back"]
 
 PARTS = (
     allocator,

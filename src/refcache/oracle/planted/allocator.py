@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from refcache.oracle.planted.bug import PlantedBug
 
 BASE = "refcache.allocator.base:BaseTokenToKVPoolAllocator"
@@ -24,7 +22,9 @@ def _no_capacity_check(original: Function) -> Function:
 
 
 def _page_zero(original: Function) -> Function:
-    def _given_back(self: Any, pages: torch.Tensor) -> Any:
+    import torch
+
+    def _given_back(self: Any, pages: Any) -> Any:
         if len(pages) > 2:  # a row that was padded with slot 0
             pages = torch.cat([pages[:-1], torch.zeros(1, dtype=torch.int64)])
         return original(self, pages)
@@ -53,6 +53,8 @@ def _last_of_group(original: Function) -> Function:
 
 
 def _long_extend(original: Function) -> Function:
+    import torch
+
     def alloc_extend(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(self, *args, **kwargs)
         block = 2 * self.page_size  # the kernel's block, once the longest extend it had seen
@@ -64,6 +66,8 @@ def _long_extend(original: Function) -> Function:
 
 
 def _decode_boundary(original: Function) -> Function:
+    import torch
+
     def alloc_decode(self: Any, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
         out = original(self, seq_lens, seq_lens_cpu, last_loc)
         if out is not None and len(out) > 1:
@@ -93,11 +97,13 @@ def _rows_shared(original: Function) -> Function:
 
 
 def _neighbours_only(original: Function) -> Function:
+    import torch
+
     return lambda self, slots: torch.unique_consecutive(slots // self.page_size)
 
 
 def _freed_to_the_end(original: Function) -> Function:
-    def _given_back(self: Any, pages: torch.Tensor) -> Any:
+    def _given_back(self: Any, pages: Any) -> Any:
         free, release = original(self, pages)
         return free if self.need_sort else free.roll(-len(pages)), release
 

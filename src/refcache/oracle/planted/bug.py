@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.planted.smoke import smoke
 from refcache.oracle.program.exact import reference_turn
 from refcache.oracle.target.base import Target
 
@@ -49,6 +48,8 @@ class PlantedBug:
 
     def smoke(self, target: Target) -> None:
         """The calls that must not see the bug; raises if they do."""
+        from refcache.oracle.planted.smoke import smoke
+
         smoke(target)
 
     def owner(self) -> tuple[Any, str]:

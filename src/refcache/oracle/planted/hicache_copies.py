@@ -4,8 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from refcache.oracle.planted.bug import PlantedBug
 
 CONTROLLER = "refcache.controller.hicache_controller:HiCacheController"
@@ -91,7 +89,7 @@ def _copies_left(original: Function) -> Function:
 
 
 def _page_not_freed(original: Function) -> Function:
-    def evict_host(self: Any, host_indices: torch.Tensor, backup_only: bool = True) -> int:
+    def evict_host(self: Any, host_indices: Any, backup_only: bool = True) -> int:
         keep = self.page_size if len(host_indices) > self.page_size else 0
         original(self, host_indices[: len(host_indices) - keep], backup_only)
         return len(host_indices)
@@ -100,6 +98,8 @@ def _page_not_freed(original: Function) -> Function:
 
 
 def _page_handed_out_again(original: Function) -> Function:
+    import torch
+
     def alloc(self: Any, need_size: int) -> Any:
         slots = original(self, need_size)
         if slots is not None and need_size > self.page_size:
@@ -110,7 +110,9 @@ def _page_handed_out_again(original: Function) -> Function:
 
 
 def _page_freed_twice(original: Function) -> Function:
-    def free(self: Any, indices: torch.Tensor) -> int:
+    import torch
+
+    def free(self: Any, indices: Any) -> int:
         count = int(original(self, indices))
         if count > self.page_size:
             self.free_slots = torch.cat([self.free_slots, indices[-self.page_size :]])

@@ -4,11 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
-from refcache.controller import CacheOperation
 from refcache.oracle.planted.bug import PlantedBug
-from refcache.tree import RadixCache
 from refcache.types import EvictParams
 
 HIRADIX = "refcache.tree.hiradix_cache:HiRadixCache"
@@ -17,7 +13,9 @@ _bug = partial(PlantedBug, suite="hicache.state")
 
 
 def _unprotected(original: Function) -> Function:
-    def _load(self: Any, host_slots: torch.Tensor, node_id: int) -> Any:
+    from refcache.controller import CacheOperation
+
+    def _load(self: Any, host_slots: Any, node_id: int) -> Any:
         users = {n: (n.host_ref_counter, n.parent) for n in self.nodes() if n.host_ref_counter}
         for node in users:
             node.host_ref_counter = 0
@@ -36,7 +34,9 @@ def _unprotected(original: Function) -> Function:
 
 
 def _ancestor_unlocked(original: Function) -> Function:
-    def _load(self: Any, host_slots: torch.Tensor, node_id: int) -> Any:
+    from refcache.tree import RadixCache
+
+    def _load(self: Any, host_slots: Any, node_id: int) -> Any:
         ancestor = self._device_ancestor(next(n for n in self.nodes() if n.id == node_id))
         self.dec_lock_ref(ancestor)
         try:
@@ -93,7 +93,7 @@ def _no_quota(original: Function) -> Function:
 
 
 def _not_evictable(original: Function) -> Function:
-    def _place(self: Any, node: Any, slots: torch.Tensor) -> None:
+    def _place(self: Any, node: Any, slots: Any) -> None:
         original(self, node, slots)
         if len(self.ongoing_load_back) == 0:
             self.evictable_size_ -= len(node.key)
@@ -136,7 +136,7 @@ def _source_given_up(original: Function) -> Function:
 
 
 def _leaf_kept(original: Function) -> Function:
-    def _place(self: Any, node: Any, slots: torch.Tensor) -> None:
+    def _place(self: Any, node: Any, slots: Any) -> None:
         listed = node in self.evictable_host_leaves
         original(self, node, slots)
         if listed:

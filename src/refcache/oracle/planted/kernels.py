@@ -16,11 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.drivers.ops import OpsDriver
 from refcache.oracle.planted.bug import PlantedBug, Use
 from refcache.oracle.target.base import Target
-from refcache.oracle.target.ops import interpret_kernels
-from refcache.reference import alloc_cases, cases
 
 COPY, PLAN = "refcache_ops.copy.kernel:run", "refcache_ops.copy.plan:_make_plan"
 EXTEND, DECODE = "refcache_ops.alloc_extend.kernel:run", "refcache_ops.alloc_decode.kernel:run"
@@ -32,6 +29,9 @@ class KernelBug(PlantedBug):
 
     def smoke(self, target: Target) -> None:
         """One request, whole pages, one layer, full tiles."""
+        from refcache.oracle.drivers.ops import OpsDriver
+        from refcache.reference import alloc_cases, cases
+
         d = OpsDriver(target)
         d.slots(alloc_cases.AllocCase((8,), (4,), (7,), (2, 3, 4), 4))
         d.slots(alloc_cases.AllocCase((5,), None, (7,), (2, 3, 4), 4))
@@ -43,7 +43,7 @@ class KernelBug(PlantedBug):
             )
 
     def owner(self) -> tuple[Any, str]:
-        interpret_kernels()
+        _interpret()
         return super().owner()
 
     @contextmanager
@@ -53,13 +53,19 @@ class KernelBug(PlantedBug):
         Raises:
             InvalidArgument: the line is not in the source (any more).
         """
-        interpret_kernels()
+        _interpret()
         _forget()
         try:
             with super().active() as use:
                 yield use
         finally:
             _forget()
+
+
+def _interpret() -> None:
+    from refcache.oracle.target.ops import interpret_kernels
+
+    interpret_kernels()
 
 
 def _forget() -> None:

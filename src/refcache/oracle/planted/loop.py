@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from refcache.oracle.planted.bug import PlantedBug
 from refcache.types import EvictParams
 
@@ -55,7 +53,7 @@ def _no_namespace(original: Function) -> Function:
 
 
 def _prefix_not_written(original: Function) -> Function:
-    def write_cache_indices(batch: Any, out_cache_loc: torch.Tensor) -> None:
+    def write_cache_indices(batch: Any, out_cache_loc: Any) -> None:
         pool, known = batch.req_to_token_pool, [req.prefix_indices for req in batch.reqs]
         for req in batch.reqs[1:]:  # keeps what the row had
             req.prefix_indices = pool.read(req.req_pool_idx, slice(0, len(req.prefix_indices)))

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from refcache.oracle.planted.bug import PlantedBug
 from refcache.types import (
     EvictParams,
@@ -79,7 +77,7 @@ def _lock_not_moved(original: Function) -> Function:
 
 
 def _tail_lost(original: Function) -> Function:
-    def _free(self: Any, slots: torch.Tensor) -> None:
+    def _free(self: Any, slots: Any) -> None:
         original(self, slots if self.page_size == 1 else slots[: len(slots) // 2 * 2])
 
     return _free
@@ -93,6 +91,8 @@ def _evicts_all(original: Function) -> Function:
 
 
 def _grad_left_off(original: Function) -> Function:
+    import torch
+
     def evict(self: Any, params: Any) -> Any:
         result = original(self, params)
         if result.num_tokens_evicted > 2 * self.page_size:  # "the long way needs no gradients"

@@ -9,6 +9,7 @@ The sentence of a rule about a state stands on its check, in :mod:`refcache.orac
 checked where the call is made, in the drivers; their sentences are below.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from refcache.errors import UnknownName
 
 Check = TypeVar("Check")
 
-SENTENCES: dict[str, str] = {
+_SENTENCES: dict[str, str] = {
     "K1": "lock then unlock changes nothing, and each returns by how much the unlocked tokens grew",
     "P3": "free + evictable + protected + private tokens of requests = capacity",
     "C-READ": "before a forward, each slot of a request's row holds the KV of the request's own "
@@ -59,15 +60,27 @@ SENTENCES: dict[str, str] = {
     "as they were",
     "crash": "a call that the contract allows returns without an exception",
 }
-"""Every rule; those about a state are added by :func:`stated`."""
+
+SENTENCES: dict[str, str]
+"""Every rule. Those about a state are added by :func:`stated` when their checks are imported, which
+the first use of this name sees to."""
+
+
+def __getattr__(name: str) -> dict[str, str]:
+    if name != "SENTENCES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for checks in ("tree", "pages", "host"):
+        importlib.import_module(f"refcache.oracle.rules.{checks}")
+    globals()[name] = _SENTENCES
+    return _SENTENCES
 
 
 def stated(checks: dict[str, Check], rule: str, sentence: str) -> Callable[[Check], Check]:
     """A decorator: the function is the check of ``rule``, which says ``sentence``."""
 
     def add(check: Check) -> Check:
-        assert rule not in SENTENCES, rule
-        SENTENCES[rule] = sentence
+        assert rule not in _SENTENCES, rule
+        _SENTENCES[rule] = sentence
         checks[rule] = check
         return check
 
@@ -80,6 +93,7 @@ def sentence(rule: str) -> str:
     >>> sentence("P1").split(":")[0]
     'each page has exactly one owner'
     """
-    if rule not in SENTENCES:
-        raise UnknownName("rule", rule, SENTENCES)
-    return SENTENCES[rule]
+    known = _SENTENCES if rule in _SENTENCES else __getattr__("SENTENCES")
+    if rule not in known:
+        raise UnknownName("rule", rule, known)
+    return known[rule]

@@ -6,12 +6,13 @@ See :mod:`refcache.oracle.rules.check`.
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from refcache.oracle.rules.catalog import stated
 from refcache.oracle.view.state import Check, State
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_CHECKS: dict[str, Check] = {}
 invariant = partial(stated, PAGE_CHECKS)
@@ -28,12 +29,14 @@ def _slots_are_whole_pages(state: State) -> Iterator[str]:
             yield f"{state.name(index)} has slots {slots}, page size {state.page_size}"
 
 
-def _out_of_page(slots: torch.Tensor, size: int, whole: bool = False) -> bool:
+def _out_of_page(slots: "torch.Tensor", size: int, whole: bool = False) -> bool:
     """Whether some slot is not the next of the page that its run of ``size`` starts."""
     if whole and len(slots) % size:
         return True
     if size == 1:
         return False
+    import torch
+
     within = torch.arange(size, dtype=slots.dtype)
     block = max(BLOCK // size, 1) * size
     for start in range(0, len(slots), block):
@@ -87,6 +90,8 @@ def _rows_sit_in_pages(state: State) -> Iterator[str]:
 
 @invariant("R2", "the protected part of a request's row holds the tree's slots for its prefix")
 def _protected_row_is_the_tree_s(state: State) -> Iterator[str]:
+    import torch
+
     for request in state.requests:
         length = request.cache_protected_len
         if length % state.page_size or length > len(request.row):

@@ -12,6 +12,9 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
   for each forward before it goes on, as a loop without overlap does;
+* ``bare_calls``: ``insert`` and ``reset`` may come at any time, also for KV that a forward is still
+  computing and while copies run. Without it, and with ``fences``, the suites make only the calls
+  that an overlap loop makes;
 * ``load_slots``: a load may be asked for while all slots of the layer counter are in use. Without
   it the driver lets those loads finish first: a loop never has more batches in flight;
 * ``exact``: with the same calls it makes the choices of SGLang 0.5.10 (free page, victim);
@@ -25,16 +28,16 @@ Only public methods with SGLang's names and arguments are called; private fields
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from refcache.keys import RadixKey
 from refcache.oracle.target.config import CacheConfig
-from refcache.oracle.view.host import HostView
-from refcache.oracle.view.tree import TreeView
-from refcache.reference.cases import TransferCase
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+
+if TYPE_CHECKING:
+    from refcache.oracle.view.host import HostView
+    from refcache.oracle.view.tree import TreeView
+    from refcache.reference.cases import TransferCase
 
 CAPABILITIES = frozenset(
     {
@@ -46,6 +49,7 @@ CAPABILITIES = frozenset(
         "hicache",
         "streams",
         "fences",
+        "bare_calls",
         "load_slots",
         "exact",
         "faults",
@@ -93,6 +97,8 @@ class Target:
         programs can tell states apart, and end. Reads SGLang's field names. None: not known; then a
         search ends at a depth, and is never called complete.
         """
+        import torch
+
         lists = [getattr(allocator, name, None) for name in ("free_pages", "release_pages")]
         if not isinstance(lists[0], torch.Tensor):
             return None
@@ -109,7 +115,7 @@ class Target:
         """A fresh, empty tree cache over ``allocator`` (a wrapper of one made here) and rows."""
         raise NotImplementedError
 
-    def inspect(self, tree: Any) -> TreeView:
+    def inspect(self, tree: Any) -> "TreeView":
         """The nodes of ``tree`` (capability ``inspect``)."""
         raise NotImplementedError
 
@@ -129,7 +135,7 @@ class Target:
         """
         raise NotImplementedError
 
-    def inspect_host(self, tree: Any) -> HostView:
+    def inspect_host(self, tree: Any) -> "HostView":
         """The host tier of ``tree`` (capability ``hicache``)."""
         raise NotImplementedError
 
@@ -137,13 +143,19 @@ class Target:
         """An object with some of refcache's five ops as attributes (capability ``ops``)."""
         raise NotImplementedError
 
-    def adapt(self, case: TransferCase) -> TransferCase:
+    def adapt(self, case: "TransferCase") -> "TransferCase":
         """The case nearest to this one that the target's copies can express."""
         return case
 
     def named(self) -> str:
         """What to give ``resolve`` for a target like this one."""
         return self.spec or f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @property
+    def takes_bare_calls(self) -> bool:
+        """Whether ``insert`` and ``reset`` may come at any time: with ``bare_calls``, or without
+        ``fences``, where each forward is waited for."""
+        return not self.capabilities >= {"fences"} or self.capabilities >= {"bare_calls"}
 
     def lacks(self, needs: frozenset[str]) -> list[str]:
         """The capabilities among ``needs`` that this target does not declare."""

@@ -5,9 +5,10 @@ Goes beside :class:`refcache.oracle.view.tree.TreeView`, whose nodes have their 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ class HostView:
     """
 
     size: int
-    free: torch.Tensor
+    free: "torch.Tensor"
     transfers: tuple[TransferView, ...]
     leaves: frozenset[Any]
     nodes: dict[Any, HostNodeView]
     waiting: int | None = None
 
 
-def inspect_hiradix(tree: Any, free: torch.Tensor) -> HostView:
+def inspect_hiradix(tree: Any, free: "torch.Tensor") -> HostView:
     """View of a cache with the reference's field names; ``free``: the host pool's free slots."""
     copies = (("write", tree.ongoing_write_through), ("load", tree.ongoing_load_back))
     transfers = tuple(

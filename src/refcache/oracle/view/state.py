@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from refcache.oracle.view.tree import TreeView
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RequestView:
     """
 
     name: str
-    row: torch.Tensor
+    row: "torch.Tensor"
     cache_protected_len: int
     last_node: Any
     row_number: int | None = None
@@ -42,15 +43,17 @@ class State:
     view: TreeView
     page_size: int
     pages: int
-    free: Sequence[int] | torch.Tensor
+    free: "Sequence[int] | torch.Tensor"
     holders: Sequence[Any]
     requests: Sequence[RequestView] = ()
     queued: Iterable[int] = ()
     cached: Mapping[tuple[str | None, tuple[Any, ...]], int] | None = None
 
     @cached_property
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> "torch.Tensor":
         """Device slots of all nodes, one after the other."""
+        import torch
+
         values = [node.device for node in self.view.nodes if node.device is not None]
         return torch.cat(values) if values else torch.zeros(0, dtype=torch.int64)
 
@@ -62,7 +65,7 @@ class State:
     def owners(self) -> list[tuple[str, list[int]]]:
         """Everybody who owns pages, with the pages."""
         size = self.page_size
-        free = self.free.tolist() if isinstance(self.free, torch.Tensor) else list(self.free)
+        free = list(self.free) if isinstance(self.free, Sequence) else self.free.tolist()
         owners = [("the free list", free), ("the open free group", list(self.queued))]
         owners.append(("the tree", [slot // size for slot in self.slots[::size].tolist()]))
         for request in self.requests:

@@ -8,9 +8,10 @@ so for every tree that has SGLang's field names (refcache's and SGLang's own).
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PagePrefix = tuple[str | None, tuple[Any, ...]]
 """A namespace, and the elements (tokens or pairs) up to the end of a page."""
@@ -41,8 +42,8 @@ class NodeView:
     child_key: Hashable
     key: Any
     extra_key: str | None
-    device: torch.Tensor | None
-    host: torch.Tensor | None = None
+    device: "torch.Tensor | None"
+    host: "torch.Tensor | None" = None
     lock_ref: int = 0
     hashes: Sequence[Any] | None = None
     access: float | None = None

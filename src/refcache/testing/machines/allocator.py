@@ -23,7 +23,6 @@ class AllocatorMachine(DriverMachine):
 
     d: AllocatorDriver
     make = AllocatorDriver
-    profile: str | None = None
 
     @initialize(config=allocator_configs())
     def start(self, config: dict[str, Any]) -> None:

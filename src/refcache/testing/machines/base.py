@@ -37,6 +37,8 @@ class DriverMachine(RuleBasedStateMachine):
     """The driver whose steps the rules make."""
     d: Any
     driver: Driver | None = None
+    profile: ClassVar[str | None] = None
+    """Whose choices the target is held to."""
     opening: ClassVar[tuple[Call, ...]] = ()
     """A fixed program, with the default configuration, run once before the drawn ones."""
     steps: ClassVar[int] = 50

@@ -6,7 +6,7 @@ the host, ``reload_two`` puts two loads into one batch. Each call is logged on i
 failing program is reduced call by call.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -29,11 +29,17 @@ quotas = st.one_of(st.none(), st.none(), st.integers(0, 12))
 much = st.integers(4, 24)
 
 
+def _nothing(*_: Any) -> None:
+    """A step that an overlap loop does not make."""
+
+
 class HiCacheMachine(DriverMachine):
     """Most of what a one-tier tree does, and what moves between the tiers."""
 
     d: HiCacheDriver
     make = HiCacheDriver
+    write_policy: ClassVar[str | None] = None
+    """The only one that is drawn, if any."""
 
     admit = TreeMachine.admit
     admit_twins = TreeMachine.admit_twins
@@ -53,6 +59,16 @@ class HiCacheMachine(DriverMachine):
     @initialize(config=hicache_configs())
     def start(self, config: dict[str, Any]) -> None:
         self.begin(**config)
+
+    def begin(self, **config: Any) -> None:
+        """As drawn, but with the write policy that the suite is held to.
+
+        Without ``bare_calls``, and where nothing waits for forwards, only the calls of an overlap
+        loop are made: no insert of KV that is being computed, no reset while copies run.
+        """
+        super().begin(**config | ({"write_policy": self.write_policy} if self.write_policy else {}))
+        if not self.target.takes_bare_calls:
+            vars(self.d).update(insert=_nothing, reset=_nothing)
 
     @rule(tokens=prompts, extra_key=namespaces, num_tokens=much)
     def bury(self, tokens: Any, extra_key: Any, num_tokens: int) -> None:

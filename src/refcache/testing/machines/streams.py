@@ -4,7 +4,7 @@ The program of each ordering edge is run in every order it has, once, before any
 is drawn are workloads of the overlap loop: each is a step of its own, so a case has few of them.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
@@ -33,6 +33,8 @@ class StreamsMachine(DriverMachine):
     make = StreamsDriver
     opening = tuple(("every_order", (name,)) for name in EDGES)
     steps = 4
+    write_policy: ClassVar[str | None] = None
+    """The only one that is drawn, if any."""
 
     @initialize()
     def start(self) -> None:
@@ -50,4 +52,4 @@ class StreamsMachine(DriverMachine):
         failing_load=st.sampled_from([-1, -1, 0, 1]),
     )
     def serve(self, **drawn: Any) -> None:
-        self.d.serve(**drawn)
+        self.d.serve(**drawn | ({"write_policy": self.write_policy} if self.write_policy else {}))

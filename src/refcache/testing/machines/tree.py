@@ -27,7 +27,6 @@ class TreeMachine(DriverMachine):
 
     d: TreeDriver
     make = TreeDriver
-    profile: str | None = None
 
     @initialize(config=tree_configs())
     def start(self, config: dict[str, Any]) -> None:
