@@ -36,6 +36,15 @@ def pointer_to(dtype: torch.dtype) -> str:
     return f"*i{8 * dtype.itemsize}"
 
 
+def _check(kind: Type, arg: Any, what: str) -> None:
+    """Raise TypeError if a compiled kernel would read other elements than ``arg`` has."""
+    if isinstance(kind, tuple):
+        for one, part in zip(kind, arg, strict=True):
+            _check(one, part, what)
+    elif isinstance(arg, torch.Tensor) and pointer_to(arg.dtype) != kind:
+        raise TypeError(f"{what}: {arg.dtype}, compiled for {kind}")
+
+
 def pointers(on: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     """The tensors as arguments of a launch on the device of ``on``.
 
@@ -87,6 +96,8 @@ class Variant:
         columns, rows = (grid, 1) if isinstance(grid, int) else grid
         device = on.get_device()
         if device < 0:
+            for number, (kind, arg) in enumerate(zip(self.types, args, strict=True)):
+                _check(kind, arg, f"argument {number} of a kernel")
             with _interpreting:
                 self.kernel[columns, rows](*args, *self.constants, num_warps=self.warps)
             return

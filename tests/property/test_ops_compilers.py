@@ -140,3 +140,32 @@ def test_inference_mode_export_and_meta() -> None:
 def test_cpu_ops_are_the_reference() -> None:
     for op in cases.OPS:
         assert case_check.transfer_errors(cases.TransferCase(op), refcache_ops) == []
+
+
+def test_every_op_takes_the_calls_of_0_1() -> None:
+    """Schemas gain overloads and arguments with defaults, and lose nothing."""
+    buffers = "Tensor host_indices, Tensor device_indices"
+    where = "int page_size, str layout, int max_programs=0) -> ()"
+    lengths = "Tensor seq_lens, Tensor last_loc, Tensor free_pages, int page_size"
+    first = {
+        "alloc_extend": f"(Tensor prefix_lens, {lengths}, SymInt extend_num_tokens) -> Tensor",
+        "alloc_decode": f"({lengths}) -> Tensor",
+        "backup_all_layer": f"(Tensor(a!)[] host, Tensor[] device, {buffers}, {where}",
+        "load_per_layer": f"(Tensor(a!)[] device, Tensor[] host, {buffers}, "
+        f"SymInt layer_id, {where}",
+        "load_layers": f"(Tensor(a!)[] device, Tensor[] host, {buffers}, Tensor(b!) layer_flags, "
+        f"SymInt first_layer, SymInt layer_num, {where}",
+    }
+    for name, want in first.items():
+        now = getattr(OP, name).default._schema
+        then = torch._C.parse_schema(f"refcache::{name}{want}")
+        assert now.is_backward_compatible_with(then), name
+
+
+def test_a_variant_that_would_read_other_elements_is_refused() -> None:
+    launch = pytest.importorskip("refcache_ops._launch")
+    variant = launch.Variant(lambda: None, ("*i64", ("i32", "*i8")), (), 4)
+    ones = torch.ones(2, dtype=torch.int64)
+    for args in ((ones.int(), (1, ones.to(torch.int8))), (ones, (1, ones))):
+        with pytest.raises(TypeError, match="compiled for"):
+            variant.launch(1, ones, args)
