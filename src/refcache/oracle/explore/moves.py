@@ -167,16 +167,15 @@ def hicache_moves(d: HiCacheDriver, names: Names, every: Vocabulary) -> Iterator
                 if fresh_in_order((token,), every.tokens, names.tokens):
                     yield (("decode", (i, token)),)
         yield (("abort", (i,)),)
-    hosted = sum(node.device is None for node in d.bench.state().view.nodes)
-    for which in range(hosted):
-        yield (("reload", (which,)),)
-        yield (("reload", (which, None, False)),)
-        yield (("reload", (which, size)),)
+    for tokens, space in _on_host_only(d):
+        yield (("load_back", (tokens, space)),)
+        yield (("load_back", (tokens, space, None, False)),)
+        yield (("load_back", (tokens, space, size)),)
         if count < c.max_requests:
             for token in every.tokens:
                 if fresh_in_order((token,), every.tokens, names.tokens):
-                    yield (("readmit", (which, token)),)
-                    yield ("readmit", (which, token)), ("finish", (count,))
+                    yield (("admit", ((*tokens, token), space)),)
+                    yield ("admit", ((*tokens, token), space)), ("finish", (count,))
     for space, elements in d.ledger.cached:
         yield (("match", (elements, space)),)
         if not d.holds:
@@ -193,6 +192,13 @@ def hicache_moves(d: HiCacheDriver, names: Names, every: Vocabulary) -> Iterator
     yield (("settle", ()),)
     if not d.requests and not d.holds:
         yield (("reset", ()),)
+
+
+def _on_host_only(d: HiCacheDriver) -> list[tuple[tuple[int, ...], str | None]]:
+    """Tokens and namespaces of the nodes that are on the host only."""
+    count = sum(node.device is None for node in d.bench.state().view.nodes)
+    found = [d.bench.on_host_only(which) for which in range(count)]
+    return [known for known in found if known is not None]
 
 
 allocator_moves = one_by_one(allocator_steps)

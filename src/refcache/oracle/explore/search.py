@@ -132,6 +132,10 @@ class Searcher:
                 return Expansion(
                     list(children.values()), number + 1, start.whole, self.copies, failing
                 )
+            if driver.stopped:  # by a rule that is switched off: nothing follows
+                if self.copies and not self.replay([*program, *move]).stopped:
+                    raise CannotCopy(f"{move} fails in a copy and not in a replay")
+                continue
             if move is END:
                 break
             found = fingerprint(driver)
