@@ -404,3 +404,21 @@ def test_an_interrupt_while_workers_start_prints_nothing(tmp_path: Path) -> None
         text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_planted_over_seeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(monkeypatch, {})
+    arguments = ["planted", "--run", "--seeds", "2", "--suite", "allocator.state"]
+    assert main(arguments) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    bugs = [bug.name for bug in all_bugs() if bug.suite == "allocator.state"]
+    assert head.split() == ["seed", "0", "seed", "1"]
+    assert [line.split()[0] for line in lines[:-1]] == bugs
+    assert lines[-1] == f"{len(bugs)} of {len(bugs)} caught at each of 2 seeds"
+    stub(monkeypatch, {}, survivor="page-zero-freed")
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert f"{len(bugs) - 1} of {len(bugs)} caught at each of 2 seeds" in out
+    assert "--seeds" in refused(["planted", "--seeds", "2"], capsys)

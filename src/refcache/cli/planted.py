@@ -16,6 +16,14 @@ def planted(
         bool, typer.Option("--only-one", help="With --run: is there another check? Twice the time.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the suites.")] = 0,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --run: so many seeds, each at the size of a check."),
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="Only the bugs of this part, kind or suite; repeatable."),
+    ] = None,
 ) -> int:
     """List the planted bugs: name, suite, the report it models, what goes wrong.
 
@@ -24,16 +32,24 @@ def planted(
     that check switched off: a bug that survives is caught by this one check only.
     """
     from refcache.oracle.planted import all_bugs
+    from refcache.testing import list_suites
 
     bugs: Sequence[Any] = all_bugs()
+    if suite:
+        chosen = {name for part in suite for name in list_suites(part)}
+        bugs = [bug for bug in bugs if bug.suite in chosen]
     if only_one and not run:
         raise InvalidArgument("--only-one: expected --run too")
+    if seeds is not None and (only_one or not run):
+        raise InvalidArgument("--seeds: expected --run too, and no --only-one")
     if not run:
         width = max(len(bug.name) for bug in bugs)
         for bug in bugs:
             print(f"{bug.name:<{width}}  {bug.suite:<15}  {bug.report}: {bug.summary}")
         return 0
     bugs = huntable(bugs)
+    if seeds is not None:
+        return _over_seeds(bugs, range(seed, seed + seeds))
     counts = alone = 0
     for caught in in_order([Hunt(bug.name, seed, only_one) for bug in bugs]):
         print(caught_line(caught), flush=True)
@@ -43,6 +59,23 @@ def planted(
         print(f"{alone} of them by one check only")
     print(f"{counts} of {len(bugs)} caught")
     return 0 if counts == len(bugs) else 1
+
+
+def _over_seeds(bugs: Sequence[Any], seeds: range) -> int:
+    """A line a bug: what caught it at each seed, in how many steps; "-" where nothing did."""
+    from refcache.testing.run import MAX_EXAMPLES
+
+    hunts = [Hunt(bug.name, seed, max_examples=MAX_EXAMPLES) for bug in bugs for seed in seeds]
+    caught = in_order(hunts)
+    print(f"{'':<34} " + "".join(f"{f'seed {seed}':<16}" for seed in seeds), flush=True)
+    everywhere = 0
+    for bug in bugs:
+        found = [next(caught) for _ in seeds]
+        cells = [f"{one.by}, {one.steps:,}" if one.counts else "-" for one in found]
+        print(f"{bug.name:<34} " + "".join(f"{cell:<16}" for cell in cells), flush=True)
+        everywhere += all(one.counts for one in found)
+    print(f"{everywhere} of {len(bugs)} caught at each of {len(seeds)} seeds")
+    return 0 if everywhere == len(bugs) else 1
 
 
 def huntable(bugs: Sequence[Any]) -> list[Any]:

@@ -68,6 +68,7 @@ class Hunt(NamedTuple):
     bug: str
     seed: int
     only_one: bool = False
+    max_examples: int | None = None
 
     def __str__(self) -> str:
         return f"planted bug {self.bug}"
@@ -85,8 +86,10 @@ class Hunt(NamedTuple):
     def work(self) -> Any:
         from refcache.oracle.planted import find
         from refcache.testing import hunt
+        from refcache.testing.run import HUNT_EXAMPLES
 
-        return hunt(find(self.bug), seed=self.seed, only_one=self.only_one)
+        most = self.max_examples or HUNT_EXAMPLES
+        return hunt(find(self.bug), seed=self.seed, only_one=self.only_one, max_examples=most)
 
 
 class Task(Protocol):

@@ -121,6 +121,17 @@ def _page_freed_twice(original: Function) -> Function:
     return free
 
 
+def _middle_lost(original: Function) -> Function:
+    def merge_ops(ops: Any) -> Any:
+        merged = original(ops)
+        if len(ops) == 3:
+            kept = original([ops[0], ops[2]])
+            merged.host_indices, merged.device_indices = kept.host_indices, kept.device_indices
+        return merged
+
+    return merge_ops
+
+
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "load-not-fenced",
@@ -213,5 +224,12 @@ BUGS: tuple[PlantedBug, ...] = (
         "freeing several host pages puts the last into the free list twice",
         f"{SLOTS}.free",
         _page_freed_twice,
+    ),
+    _bug(
+        "merge-loses-the-middle",
+        "slip",
+        "of three loads that are merged, the second is not copied",
+        "refcache.controller.operation:CacheOperation.merge_ops",
+        _middle_lost,
     ),
 )

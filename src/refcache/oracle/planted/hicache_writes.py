@@ -109,6 +109,14 @@ def _first_visit(original: Function) -> Function:
     return _visited
 
 
+def _second_too_early(original: Function) -> Function:
+    def _finished_everywhere(self: Any, acks: Any) -> Any:
+        done = original(self, acks)
+        return 2 if done == 1 and len(acks) > 1 else done
+
+    return _finished_everywhere
+
+
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "write-acks-not-polled",
@@ -186,5 +194,12 @@ BUGS: tuple[PlantedBug, ...] = (
         "write_through_selective writes at the first visit",
         f"{HIRADIX}._visited",
         _first_visit,
+    ),
+    _bug(
+        "second-ack-early",
+        "slip",
+        "when the oldest of several copies is done, the next is taken for done too",
+        f"{HIRADIX}._finished_everywhere",
+        _second_too_early,
     ),
 )

@@ -1,6 +1,7 @@
 """Bugs planted in the serving loop."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from refcache.oracle.planted.bug import PlantedBug
@@ -91,6 +92,10 @@ def _retracted_keeps_lock(original: Function) -> Function:
     return release_req
 
 
+def _nothing_locked(original: Function) -> Function:
+    return lambda self, last_node: nullcontext()
+
+
 BUGS = (
     PlantedBug(
         "draft-slots-not-recorded",
@@ -154,6 +159,14 @@ BUGS = (
         "a request that is retracted while it decodes keeps its lock",
         f"{ENGINE}.schedule_batch:ScheduleBatch.release_req",
         _retracted_keeps_lock,
+        "loop.state",
+    ),
+    PlantedBug(
+        "own-prefix-counts-as-room",
+        "ROCm/ATOM#902",
+        "a request is admitted as if the prefix that it is going to lock could be evicted for it",
+        f"{ENGINE}.scheduling.schedule_policy:PrefillAdder._lock_node",
+        _nothing_locked,
         "loop.state",
     ),
 )

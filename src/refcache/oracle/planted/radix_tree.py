@@ -137,6 +137,18 @@ def _chunks_counted(original: Function) -> Function:
     return _inc_hit_count
 
 
+def _other_tenants(original: Function) -> Function:
+    def _match_prefix_helper(self: Any, node: Any, key: Any) -> Any:
+        if key.extra_key is not None and key.child_key(self.page_size) not in node.children:
+            for child in node.children.values():
+                theirs = RadixKey(key.token_ids, child.key.extra_key, key.is_bigram)
+                if child.key.extra_key is not None and child.key.match(theirs, self.page_size):
+                    key = theirs
+        return original(self, node, key)
+
+    return _match_prefix_helper
+
+
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "bigram-key-not-converted",
@@ -238,5 +250,19 @@ BUGS: tuple[PlantedBug, ...] = (
         f"{TREE}._inc_hit_count",
         _chunks_counted,
         suite="tree.exact",
+    ),
+    _bug(
+        "tenants-share",
+        "slip",
+        "a named namespace that has nothing cached finds what another named one has",
+        f"{TREE}._match_prefix_helper",
+        _other_tenants,
+    ),
+    _bug(
+        "one-seed-for-names",
+        "slip",
+        "the page hashes of all named namespaces start from one seed",
+        "refcache.keys:namespace_seed",
+        lambda original: lambda extra_key: original(None if extra_key is None else "named"),
     ),
 )

@@ -42,6 +42,16 @@ def _nobody_raises(original: Function) -> Function:
     return lambda self, error, flags: original(self, error, None)
 
 
+def _protects_what_was_there(original: Function) -> Function:
+    def _load_back(self: Any, req: Any) -> None:
+        before = req.cache_protected_len
+        original(self, req)
+        if req.retraction_count:
+            req.cache_protected_len = before
+
+    return _load_back
+
+
 BUGS: tuple[PlantedBug, ...] = (
     PlantedBug(
         "decode-does-not-wait",
@@ -97,6 +107,14 @@ BUGS: tuple[PlantedBug, ...] = (
         "what was computed of a load that failed is handed out",
         "refcache.engine.scheduling.recovery:failed_copy",
         lambda original: lambda scheduler: None,
+        "hicache.streams",
+    ),
+    PlantedBug(
+        "retracted-load-unprotected",
+        "slip",
+        "a request that was retracted counts what is loaded for it as its own, not the tree's",
+        "refcache.engine.scheduling.schedule_policy:PrefillAdder._load_back",
+        _protects_what_was_there,
         "hicache.streams",
     ),
 )

@@ -160,6 +160,36 @@ class HiCacheMachine(DriverMachine):
         self.d.unhold(0)
         self.d.load_back(tokens)
 
+    @rule(pages=st.integers(1, 2))
+    def load_three(self, pages: int) -> None:
+        """Three prompts that share nothing are on the host only, and come back in one load."""
+        length = pages * self.d.config.page_size + self.d.config.is_eagle
+        self._insert_apart(range(3), length)
+        self.d.settle()
+        self.d.evict(self.d.config.size)
+        for first in range(3):
+            self.d.load_back((first,) * length, None, None, False)
+        self.d.settle()
+
+    @rule(pages=st.integers(1, 2), choices=st.lists(index, min_size=30, max_size=30))
+    def acknowledge_one_by_one(self, pages: int, choices: Any) -> None:
+        """Two writes run; after each launch what is done is acknowledged. Then all that is not
+        locked is evicted, and its slots are written again."""
+        self._insert_apart(range(2), pages * self.d.config.page_size + self.d.config.is_eagle)
+        for choice in choices:
+            if sum(copy.kind == "write" for copy in self.d.bench.host().transfers) < 2:
+                break
+            self.d.work((choice,))
+            self.d.poll()
+        self.d.evict(self.d.config.size)
+        self.d.insert((2,) * (self.d.config.size + self.d.config.is_eagle))
+        self.d.settle()
+
+    def _insert_apart(self, firsts: Any, length: int) -> None:
+        for _ in range(2):  # write_through_selective writes at the second visit
+            for first in firsts:
+                self.d.insert((first,) * length)
+
     @rule(tokens=prompts, extra_key=namespaces, quota=quotas, start=st.booleans())
     def load_back(self, tokens: Any, extra_key: Any, quota: Any, start: bool) -> None:
         self.d.load_back(tokens, extra_key, quota, start)

@@ -13,6 +13,7 @@ from refcache.testing.machines.strategies import (
     namespaces,
     priorities,
     prompts,
+    token,
 )
 
 
@@ -39,6 +40,23 @@ class LoopMachine(DriverMachine):
     def submit_together(self, batch: Any, max_new_tokens: int) -> None:
         for tokens in batch:
             self.d.submit(tokens, max_new_tokens)
+
+    @rule(
+        tokens=prompts,
+        other=prompts,
+        more=st.lists(token, min_size=1, max_size=3).map(tuple),
+        beyond=st.integers(-1, 1),
+        outputs=st.integers(1, 6),
+    )
+    def submit_again(self, tokens: Any, other: Any, more: Any, beyond: int, outputs: int) -> None:
+        """A prompt of half the pool, another one that runs on, and the first with more behind it:
+        when it comes to the third, its prefix is cached, unlocked, and most of what can be
+        evicted."""
+        half = (self.d.config.size + 1) // 2 + beyond
+        first, second = ((prompt * half)[:half] for prompt in (tokens, other))
+        self.d.submit(first)
+        self.d.submit(second, outputs)
+        self.d.submit((*first, *more))
 
     @rule(steps=st.integers(1, 4))
     def run(self, steps: int) -> None:

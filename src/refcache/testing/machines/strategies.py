@@ -25,7 +25,7 @@ _shared = st.builds(
 prompts = st.one_of(_fresh, _shared)
 """Prompts of 2 to 15 tokens; half of them start like one of three system prompts."""
 long_prompts = st.lists(token, min_size=8, max_size=15).map(tuple)
-namespaces = st.sampled_from([None, None, "a"])
+namespaces = st.sampled_from([None, None, "a", "b"])
 chunks = st.sampled_from([None, None, 1, 2, 3, 4, 6])
 priorities = st.integers(0, 2)
 index = st.integers(0, 3)
@@ -78,6 +78,7 @@ def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
         "delay": draw(st.sampled_from([True, True, True, False])),
         "reentrant": draw(st.sampled_from([False, False, True])),
         "small_loads": draw(st.booleans()),
+        "hit_policy": draw(st.sampled_from(["per_visit", "per_visit", "per_request"])),
     }
 
 

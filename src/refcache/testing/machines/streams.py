@@ -26,12 +26,25 @@ def sessions(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(prompt + tail for prompt, tail in draw(st.lists(turns, min_size=4, max_size=7)))
 
 
+RETRACTED = (
+    ((0, 2, 0), (0, 2, 0, 1, 1), (0, 2, 0), (1, 0, 2, 0, 0, 0, 1)),
+    (),
+    "write_through",
+    1,
+    40,
+    4,
+    6,
+    16,
+)
+"""A workload where a request is retracted, its prefix goes to the host, and is loaded for it."""
+
+
 class StreamsMachine(DriverMachine):
     """The edges, then the overlap loop in drawn orders."""
 
     d: StreamsDriver
     make = StreamsDriver
-    opening = tuple(("every_order", (name,)) for name in EDGES)
+    opening = (*(("every_order", (name,)) for name in EDGES), ("serve", RETRACTED))
     steps = 4
     write_policy: ClassVar[str | None] = None
     """The only one that is drawn, if any."""

@@ -27,6 +27,7 @@ from refcache.engine import (
 from refcache.errors import NeverDone
 from refcache.oracle.drivers.streams.edges import edge
 from refcache.oracle.program.driver import Driver, step
+from refcache.oracle.rules.check import check_sums
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import Target
 from refcache.oracle.target.config import CacheConfig
@@ -132,6 +133,9 @@ class StreamsDriver(Driver):
         self.trial.require(
             scheduler.is_idle(), "PROGRESS", f"requests are left after {MAX_STEPS} steps"
         )
+        tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        free, sizes = allocator.available_size(), (tree.evictable_size(), tree.protected_size())
+        check_sums(free, *sizes, 0, size)
         for found in wrong:
             [req] = [r for r in scheduler.finished_reqs if r.rid == found.rid]
             self.trial.require(req.retraction_count > 0, "C-READ", f"after a failed load: {found}")
