@@ -63,7 +63,7 @@ def not_a_target() -> int:
 def test_what_a_target_lacks_is_skipped_with_the_reason() -> None:
     for suite in list_suites():
         result = run_suite(suite, OnlyAllocator(), max_examples=3)
-        if suite == "allocator.state":
+        if suite in ("allocator.state", "allocator.explore"):
             assert (result.verdict, result.cases > 0) == ("ok", True)
         else:
             assert (result.verdict, result.cases) == ("skipped", 0)
@@ -152,12 +152,12 @@ def test_unknown_suites_and_sizes_are_refused() -> None:
         run_suite("tree", NaiveTarget())
     with pytest.raises(InvalidArgument, match="max_examples=0"):
         run_suite("tree.state", NaiveTarget(), max_examples=0)
-    assert list_suites("tree") == ["tree.state", "tree.misuse", "tree.exact"]
+    assert list_suites("tree") == ["tree.state", "tree.misuse", "tree.exact", "tree.explore"]
     assert "allocator.misuse" in list_suites("misuse")
 
 
 @pytest.mark.parametrize(
-    ("target", "passed", "skipped"), [("naive", 5, 6), (None, 0, 11), ("refcache", 11, 0)]
+    ("target", "passed", "skipped"), [("naive", 7, 8), (None, 0, 15), ("refcache", 15, 0)]
 )
 def test_pytest_pyargs_judges_the_named_target(
     target: str | None, passed: int, skipped: int

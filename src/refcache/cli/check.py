@@ -154,7 +154,9 @@ def _silent(*lines: str) -> None: ...
 def _lines(result: Any) -> Iterator[str]:
     line = f"{result.suite:<20} {result.cases:>6,} cases {result.steps:>8,} steps  {result.verdict}"
     if result.faults:
-        line += f", {result.faults:,} faults inside calls ({result.pairs:,} kinds)"
+        line += (
+            f", {result.faults:,} pairs of call and failed inner step ({result.pairs:,} different)"
+        )
     reason = result.reason.splitlines()
     yield f"{line}: {reason[-1]}" if reason else line
     if result.verdict == "violation":
