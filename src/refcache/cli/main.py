@@ -17,10 +17,9 @@ from refcache.cli.campaign import campaign
 from refcache.cli.check import check
 from refcache.cli.convert import convert
 from refcache.cli.explore import explore
-from refcache.cli.judge import judge
 from refcache.cli.planted import planted
 from refcache.cli.replay import replay
-from refcache.cli.shrink import shrink
+from refcache.cli.traces import judge, shrink
 from refcache.cli.tune import tune
 from refcache.cli.workload import workload
 from refcache.errors import RefcacheError
