@@ -314,11 +314,19 @@ def test_the_suite_of_orders_finds_it_too():
         d.every_order("decode-load")
 
 
+NO_RACE = {
+    "failing-thread-raises-no-flag": "PROGRESS",  # the loop waits for ever
+    "failing-thread-is-believed": "C-READ",
+    "retracted-load-unprotected": "P3",
+}
+"""Bugs of the streams that are no race, with the rule that they break; all others break X5."""
+
+
 @pytest.mark.parametrize("bug", streams.BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_of_the_streams_are_caught(bug):
     caught = hunt(bug)
     assert caught.counts, caught.failure and caught.failure.text
-    assert caught.by == "X5"
+    assert caught.by == NO_RACE.get(bug.name, "X5")
 
 
 def locks_in_a_decode_phase():
@@ -398,8 +406,8 @@ def test_a_fourth_load_waits_for_the_first(delay, monkeypatch):
     controller = four_loads()
     assert controller.load_slot_waits == delay
     monkeypatch.setattr(HiCacheController, "_wait_for_load_slot", lambda self: None)
-    if delay:
-        with pytest.raises(Violation, match="LoadSlotBusy"):
+    if delay:  # the load that finds no slot is given up, where nothing may be freed
+        with pytest.raises(Violation, match="P1: page 7 is cached for"):
             four_loads()
 
 
