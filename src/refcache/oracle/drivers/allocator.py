@@ -61,11 +61,13 @@ class AllocatorBench:
         before = self.available()
         return self._judged(self.trial.call(self.subject.alloc, count), olds, grows, before)
 
-    def extend(self, olds: list[list[int]], grows: list[int]) -> list[list[int]] | None:
-        """``alloc_extend`` of one batch."""
+    def extend(
+        self, olds: list[list[int]], grows: list[int], unread: int
+    ) -> list[list[int]] | None:
+        """``alloc_extend`` of one batch; ``unread``: the ``last_loc`` of an empty prefix."""
         prefix = torch.tensor([len(old) for old in olds])
         seq = prefix + torch.tensor(grows)
-        last = torch.tensor([old[-1] if old else -1 for old in olds])
+        last = torch.tensor([old[-1] if old else unread for old in olds])
         before = self.available()
         out = self.trial.call(self.subject.alloc_extend, prefix, prefix, seq, seq, last, sum(grows))
         return self._judged(out, olds, grows, before)
@@ -157,9 +159,10 @@ class AllocatorBench:
         out = self.trial.call(self.subject.alloc_decode, lens, lens, last)
         return self._judged(out, olds, [1] * len(olds), before)
 
-    def free(self, slots: list[int]) -> None:
-        """``free`` of slots of live sequences, in any order."""
-        self.trial.call(self.subject.free, torch.tensor(slots, dtype=torch.int64))
+    def free(self, slots: list[int], view: bool = False) -> None:
+        """``free`` of slots of live sequences, in any order; ``view``: one of a larger tensor."""
+        given = torch.tensor(slots, dtype=torch.int64)
+        self.trial.call(self.subject.free, given.repeat_interleave(2)[::2] if view else given)
         for page in {slot // self.page_size for slot in slots}:
             self.ledger.owner.pop(page, None)
             if self.ledger.queued is not None:
@@ -197,8 +200,11 @@ class AllocatorDriver(Driver):
             self.sequences.append(slots[0])
 
     @step
-    def extend(self, growth: Sequence[tuple[int, int]]) -> None:
-        """One batch; each pair is (sequence, tokens more), the sequence past the last a new one."""
+    def extend(self, growth: Sequence[tuple[int, int]], unread: int = -1) -> None:
+        """One batch; each pair is (sequence, tokens more), the sequence past the last a new one.
+
+        ``unread``: what stands in for the last slot of a new one, which nobody may read.
+        """
         batch: dict[int, int] = {}
         for index, more in growth:
             batch.setdefault(index % (len(self.sequences) + len(growth)), more)
@@ -211,7 +217,7 @@ class AllocatorDriver(Driver):
         if self.bench.page_size == 1:
             parts = self.bench.alloc(sum(grows), olds, grows)
         else:
-            parts = self.bench.extend(olds, grows)
+            parts = self.bench.extend(olds, grows, unread)
         self._grow(olds, parts)
         self.sequences.extend(old for old in olds[len(known) :] if old)
 
@@ -244,9 +250,10 @@ class AllocatorDriver(Driver):
         self.bench.free(gone)
 
     @step
-    def release_together(self, indices: Sequence[int], stride: int = 1) -> None:
+    def release_together(self, indices: Sequence[int], stride: int = 1, view: bool = False) -> None:
         """Free several sequences in one call, as an engine does for a batch. Their slots come in
-        rounds of every ``stride``-th, so those of one page need not be neighbours."""
+        rounds of every ``stride``-th, so those of one page need not be neighbours; ``view``: as
+        every second element of a larger tensor."""
         if not self.sequences:
             return
         gone = list(dict.fromkeys(i % len(self.sequences) for i in indices))
@@ -254,7 +261,7 @@ class AllocatorDriver(Driver):
         stride = max(1, stride)
         mixed = [slot for first in range(stride) for slot in slots[first::stride]]
         self.sequences[:] = [s for i, s in enumerate(self.sequences) if i not in gone]
-        self.bench.free(mixed)
+        self.bench.free(mixed, view)
 
     @step
     def begin_group(self) -> None:

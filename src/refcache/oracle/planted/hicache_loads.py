@@ -145,6 +145,17 @@ def _leaf_kept(original: Function) -> Function:
     return _place
 
 
+def _quota_grows(original: Function) -> Function:
+    def load_back(self: Any, node: Any, mem_quota: int | None = None) -> Any:
+        if mem_quota is not None:
+            ancestor = self._device_ancestor(node)
+            mem_quota -= 2 * self.inc_lock_ref(ancestor).delta
+            self.dec_lock_ref(ancestor)
+        return original(self, node, mem_quota)
+
+    return load_back
+
+
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "load-back-unprotected",
@@ -236,5 +247,12 @@ BUGS: tuple[PlantedBug, ...] = (
         "a node that is back on the device stays listed as a host leaf",
         f"{HIRADIX}._place",
         _leaf_kept,
+    ),
+    _bug(
+        "load-quota-grows-by-pins",
+        "slip",
+        "what a load newly pins is added to its quota, not taken from it",
+        f"{HIRADIX}.load_back",
+        _quota_grows,
     ),
 )

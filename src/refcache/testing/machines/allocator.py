@@ -32,9 +32,12 @@ class AllocatorMachine(DriverMachine):
     def alloc(self, pages: int) -> None:
         self.d.alloc(pages)
 
-    @rule(growth=st.lists(st.tuples(index, st.integers(0, 11)), min_size=1, max_size=3).map(tuple))
-    def extend(self, growth: Any) -> None:
-        self.d.extend(growth)
+    @rule(
+        growth=st.lists(st.tuples(index, st.integers(0, 11)), min_size=1, max_size=3).map(tuple),
+        unread=st.sampled_from([-1, 0, 1, 2**31, 2**40]),
+    )
+    def extend(self, growth: Any, unread: int) -> None:
+        self.d.extend(growth, unread)
 
     @precondition(lambda self: self.d.sequences)
     @rule(indices=indices)
@@ -58,9 +61,9 @@ class AllocatorMachine(DriverMachine):
         self.d.release(index, keep, sparse)
 
     @precondition(lambda self: self.d.sequences)
-    @rule(indices=indices, stride=strides)
-    def release_together(self, indices: Any, stride: int) -> None:
-        self.d.release_together(indices, stride)
+    @rule(indices=indices, stride=strides, view=st.booleans())
+    def release_together(self, indices: Any, stride: int, view: bool) -> None:
+        self.d.release_together(indices, stride, view)
 
     @precondition(lambda self: self.d.queued is None)
     @rule()

@@ -124,14 +124,22 @@ class HiCacheMachine(DriverMachine):
         self.d.insert((which, 2, 1, 0))
         self.d.settle()
 
-    @rule(tokens=prompts, keep=st.integers(1, 12), num_tokens=st.integers(1, 8), which=index)
-    def reload_below(self, tokens: Any, keep: int, num_tokens: int, which: int) -> None:
-        """A load that hangs from a node on the device which nobody locks."""
+    @rule(
+        tokens=prompts,
+        keep=st.integers(1, 12),
+        num_tokens=st.integers(1, 8),
+        which=index,
+        quota=quotas,
+    )
+    def reload_below(
+        self, tokens: Any, keep: int, num_tokens: int, which: int, quota: int | None
+    ) -> None:
+        """A load that hangs from a node on the device which nobody locks: it is pinned newly."""
         self.d.insert(tokens[:keep])
         self.d.insert(tokens)
         self.d.settle()
         self.d.evict(num_tokens)
-        self.d.reload(which)
+        self.d.reload(which, quota)
 
     @rule(tokens=prompts, count=st.integers(3, 5))
     def insert_side_by_side(self, tokens: Any, count: int) -> None:

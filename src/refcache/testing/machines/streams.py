@@ -63,6 +63,7 @@ class StreamsMachine(DriverMachine):
         size=st.sampled_from([16, 24]),
         io_backend=st.sampled_from(["auto", "direct", "direct"]),
         failing_load=st.sampled_from([-1, -1, 0, 1]),
+        apart=st.integers(0, 4),
     )
     def serve(self, **drawn: Any) -> None:
         self.d.serve(**drawn | ({"write_policy": self.write_policy} if self.write_policy else {}))

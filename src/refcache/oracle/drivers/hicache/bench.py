@@ -149,15 +149,16 @@ class HiCacheBench(TreeBench):
         params = self.target.InitLoadBackParams(
             last_host_node=found.last_host_node, host_hit_length=hit, mem_quota=quota
         )
+        left = None if quota is None else quota - self._newly_pinned(found.last_device_node)
         with self.ledger.permits(self.ledger.only_unlocked):
             slots, node = self.trial.call(self.tree.init_load_back, params)
         loaded = slots.tolist()
-        refused = hit < self.config.load_back_threshold or (quota is not None and hit > quota)
+        refused = hit < self.config.load_back_threshold or (left is not None and hit > left)
         self.trial.require(
             len(loaded) in (0, hit) and not (loaded and refused),
             "Q1",
-            f"a load of {hit} tokens (threshold {self.config.load_back_threshold}, quota {quota}) "
-            f"gave {len(loaded)}",
+            f"a load of {hit} tokens (threshold {self.config.load_back_threshold}, quota {quota}, "
+            f"of which {left} are left by what it pins) gave {len(loaded)}",
         )
         if not loaded:
             self.trial.require(
@@ -179,6 +180,16 @@ class HiCacheBench(TreeBench):
         row = [*found.device_indices.tolist(), *loaded]
         self.adopt((extra_key, elements), row, before)
         return node, slots
+
+    def _newly_pinned(self, handle: Any) -> int:
+        """Tokens on the path to a node that nobody has locked yet: a load from there pins them."""
+        state, pinned = self.state(), 0
+        index = state.place.get(handle, -1)
+        while index >= 0:
+            node = state.view.nodes[index]
+            pinned += len(node.key) if node.lock_ref == 0 else 0
+            index = node.parent
+        return pinned
 
     def on_host_only(self, which: int) -> tuple[tuple[int, ...], str | None] | None:
         """The tokens and the namespace of a node that is on the host only; None without one."""

@@ -10,6 +10,7 @@ every output the right one.
 its name. That is the control that shows the suite can see it.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -95,9 +96,11 @@ class StreamsDriver(Driver):
         size: int = 24,
         io_backend: str = "auto",
         failing_load: int = -1,
+        apart: int = 0,
     ) -> None:
         """Serve prompts with the overlap loop over two tiers.
 
+        ``apart``: steps from one request's coming to the next one's; 0: all come at the beginning.
         ``failing_load``: the copy engine fails behind the first layer of that load, counted from 0.
         What has read its rows must be computed again.
         """
@@ -122,10 +125,13 @@ class StreamsDriver(Driver):
             silent: Any = scheduler.observer
             silent.on_copy_failed = lambda error: None  # it is asked for, not logged
             _fail(scheduler.tree_cache.token_to_kv_pool_host, failing_load)
-        for i, tokens in enumerate(prompts):
-            scheduler.submit(TokenizedGenerateReqInput(f"r{i}", tokens, SamplingParams(outputs)))
+        coming = deque(enumerate(prompts))
         for number in range(MAX_STEPS):
-            if scheduler.is_idle():
+            while coming and number >= coming[0][0] * apart:
+                i, tokens = coming.popleft()
+                sampling = SamplingParams(outputs)
+                scheduler.submit(TokenizedGenerateReqInput(f"r{i}", tokens, sampling))
+            if scheduler.is_idle() and not coming:
                 break
             if number == retract_at:
                 scheduler.force_retraction()
@@ -133,7 +139,9 @@ class StreamsDriver(Driver):
                 self._ordered(machine.synchronize)
         self._ordered(machine.synchronize)
         self.trial.require(
-            scheduler.is_idle(), "PROGRESS", f"requests are left after {MAX_STEPS} steps"
+            scheduler.is_idle() and not coming,
+            "PROGRESS",
+            f"requests are left after {MAX_STEPS} steps",
         )
         tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         free, sizes = allocator.available_size(), (tree.evictable_size(), tree.protected_size())
