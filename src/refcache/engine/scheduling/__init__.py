@@ -1,4 +1,4 @@
-"""The loop (``scheduler``): which batch is next (``batching``), what becomes of its tokens.
+"""The loop (``scheduler``): requests come in, the next batch is chosen, launched and processed.
 
 ``schedule_policy`` decides who is admitted, ``queue_policy`` in which order they are asked;
 ``output_processor`` has the results; ``recovery`` computes again what a failed copy spoiled;

@@ -7,23 +7,26 @@ from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.scheduling.observer import SchedulerObserver
 from refcache.engine.tp_worker import GenerationBatchResult
-from refcache.runtime import Runtime
 
 
-class SchedulerOutputProcessorMixin:
-    """The result half of :class:`refcache.engine.scheduling.scheduler.Scheduler`.
+class SchedulerOutputProcessor:
+    """What a :class:`refcache.engine.scheduling.scheduler.Scheduler` does with results.
 
     In the overlap loop a result is processed after the next batch was launched, so a request may be
     finished, or have been retracted, since: its token is dropped (a retracted request computes it
     again).
     """
 
-    runtime: Runtime
-    tree_cache: Any
-    token_to_kv_pool_allocator: Any
-    observer: SchedulerObserver
-    live_reqs: dict[str, Req]
-    finished_reqs: list[Req]
+    def __init__(
+        self,
+        tree_cache: Any,
+        token_to_kv_pool_allocator: Any,
+        observer: SchedulerObserver,
+        live_reqs: dict[str, Req],
+        finished_reqs: list[Req],
+    ) -> None:
+        self.tree_cache, self.token_to_kv_pool_allocator = tree_cache, token_to_kv_pool_allocator
+        self.observer, self.live_reqs, self.finished_reqs = observer, live_reqs, finished_reqs
 
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Wait for the tokens, then treat each request."""
@@ -45,7 +48,7 @@ class SchedulerOutputProcessorMixin:
                 continue
             req.output_ids.append(token)
             if req.check_finished():
-                self._finish(req)
+                self.finish(req)
             else:
                 self.tree_cache.cache_unfinished_req(req)
 
@@ -62,15 +65,20 @@ class SchedulerOutputProcessorMixin:
             # most requests go on: ask those that may not
             last = len(req.output_ids) >= req.sampling_params.max_new_tokens
             if (last or req.to_finish or req.stop_token_ids) and req.check_finished():
-                self._finish(req)
+                self.finish(req)
         self.token_to_kv_pool_allocator.free_group_end()
 
-    def _finish(self, req: Req, is_insert: bool = True) -> None:
+    def finish(self, req: Req, is_insert: bool = True) -> None:
         """A request with memory has ended: release it, and hand it out."""
         release_kv_cache(req, self.tree_cache, is_insert=is_insert)
-        self._hand_out(req)
+        self.hand_out(req)
 
-    def _hand_out(self, req: Req) -> None:
+    def hand_out(self, req: Req) -> None:
+        """A request holds nothing any more."""
         del self.live_reqs[req.rid]
         self.finished_reqs.append(req)
         self.observer.on_finish(req)
+
+
+class SchedulerOutputProcessorMixin(SchedulerOutputProcessor):
+    """SGLang's name of it; there it is a part of the scheduler's class."""

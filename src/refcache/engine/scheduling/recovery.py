@@ -53,4 +53,4 @@ def compute_again(scheduler: Any, failure: Exception) -> None:
     scheduler.token_to_kv_pool_allocator.clear()
     scheduler.req_to_token_pool.clear()
     for req in ended:
-        scheduler._hand_out(req)
+        scheduler.output_processor.hand_out(req)

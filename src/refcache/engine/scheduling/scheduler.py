@@ -8,9 +8,12 @@ overlap loop launches the next batch first, so that the host's work hides behind
 
 Allocation, request rows and eviction are decided on the schedule stream; forwards run on the
 forward stream, in order. A slot that step k+1 frees may still be written by forward k+1; its next
-owner's forward comes later on that stream. Choosing a batch is in
-:mod:`refcache.engine.scheduling.batching`, results in
+owner's forward comes later on that stream. Results are treated in
 :mod:`refcache.engine.scheduling.output_processor`.
+
+Prefill goes first: a decode step is prepared only when no request can be added. A prompt that was
+cut (at most one at a time, ``chunked_req``) keeps its row and its lock between its chunks, and its
+whole pages are cached after each, so that others can use them.
 
 Models SGLang 0.5.10's ``Scheduler`` for one rank that prefills and decodes; left out: grammars,
 LoRA, speculation, disaggregation, mixed chunks, metrics, the control plane.
@@ -22,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from refcache.engine.alloc import release_kv_cache
 from refcache.engine.future_map import FutureMap
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
@@ -36,11 +40,11 @@ from refcache.engine.models.content import RowCheck
 from refcache.engine.req import FINISH_ABORT, Req, ReqTimeStats
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.scheduling import recovery
-from refcache.engine.scheduling.batching import SchedulerBatchingMixin
 from refcache.engine.scheduling.observer import SchedulerObserver
-from refcache.engine.scheduling.schedule_policy import SchedulePolicy
+from refcache.engine.scheduling.output_processor import SchedulerOutputProcessor
+from refcache.engine.scheduling.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
-from refcache.errors import InvalidArgument, NotIdle
+from refcache.errors import CopyFailed, InvalidArgument, NotIdle
 from refcache.pool import KVCache
 from refcache.runtime import Runtime
 from refcache.tree import HiRadixCache, RadixCache
@@ -56,7 +60,7 @@ def make_tree(params: CacheInitParams, server_args: ServerArgs) -> Any:
     return RadixCache(params)
 
 
-class Scheduler(SchedulerBatchingMixin):
+class Scheduler:
     """See the module docstring.
 
     Args:
@@ -172,6 +176,13 @@ class Scheduler(SchedulerBatchingMixin):
         self.chunked_req: Req | None = None
         self.live_reqs: dict[str, Req] = {}
         self.finished_reqs: list[Req] = []
+        self.output_processor = SchedulerOutputProcessor(
+            self.tree_cache,
+            self.token_to_kv_pool_allocator,
+            self.observer,
+            self.live_reqs,
+            self.finished_reqs,
+        )
         self.forward_ct = 0
         self.max_prefill_bs = 0
         self.num_retracted_reqs = 0
@@ -262,6 +273,10 @@ class Scheduler(SchedulerBatchingMixin):
             self.launch_batch_sample_if_needed(result)
         return batch
 
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        """Wait for the tokens, then treat each request."""
+        self.output_processor.process_batch_result(batch, result)
+
     def _give_up_failed(self) -> bool:
         """Whether a copy has failed since; then all that runs is computed again."""
         self.result_queue[0][1].wait()
@@ -332,7 +347,7 @@ class Scheduler(SchedulerBatchingMixin):
                 f"(context_length={self.server_args.context_length}, device memory for "
                 f"{self.max_total_num_tokens} tokens)"
             )
-            self._hand_out(req)
+            self.output_processor.hand_out(req)
             return
         outputs = max(1, min(req.sampling_params.max_new_tokens, self.max_req_len - prompt))
         req.sampling_params = replace(req.sampling_params, max_new_tokens=outputs)
@@ -348,7 +363,7 @@ class Scheduler(SchedulerBatchingMixin):
             if req in self.waiting_queue:
                 self.waiting_queue.remove(req)
                 req.finished_reason = FINISH_ABORT(recv_req.abort_message)
-                self._hand_out(req)
+                self.output_processor.hand_out(req)
             else:
                 req.to_finish = FINISH_ABORT(recv_req.abort_message)
 
@@ -436,3 +451,190 @@ class Scheduler(SchedulerBatchingMixin):
         """Launch where the tokens go: to the next batch, and to the host."""
         self.future_map.store_to_map(result.future_indices, result)
         result.copy_to_cpu(return_logprob=return_logprob)
+
+    # ---- the next batch ------------------------------------------------------------------------
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """A prefill batch if one can be made, else the next decode step of the running batch."""
+        if self.chunked_req is not None:
+            self.stash_chunked_request(self.chunked_req)
+        if self.last_batch is not None and self.last_batch.forward_mode.is_extend():
+            self._merge_last_batch(self.last_batch)
+        batch = self.get_new_batch_prefill()
+        if batch is None and not self.running_batch.is_empty():
+            self.update_running_batch(self.running_batch)
+            batch = None if self.running_batch.is_empty() else self.running_batch
+        return batch
+
+    def stash_chunked_request(self, req: Req) -> None:
+        """A chunk is launched: cache it, so that others can use it; or end an aborted request."""
+        self.tree_cache.cache_unfinished_req(req, chunked=True)
+        if req.to_finish is not None:
+            req.finished_reason, req.to_finish = req.to_finish, None
+            self.chunked_req = None
+            self.output_processor.finish(req, is_insert=False)
+
+    def _merge_last_batch(self, last_batch: ScheduleBatch) -> None:
+        """What was prefilled decodes from now on, except a prompt that was cut."""
+        chunked = [r for r in (self.chunked_req, last_batch.chunked_req) if r is not None]
+        last_bs = last_batch.batch_size()
+        last_batch.filter_batch(chunked_req_to_exclude=chunked)
+        if last_batch.batch_size() < last_bs:
+            self.running_batch.batch_is_full = False
+        if last_batch.is_empty():
+            return
+        if self.running_batch.is_empty():
+            self.running_batch = last_batch
+        else:
+            self.running_batch.merge_batch(last_batch)
+
+    def get_num_allocatable_reqs(self, running_bs: int) -> int:
+        return self.max_running_requests - running_bs
+
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        """A prefill batch, prepared; None when no request can be added now."""
+        return self._get_new_batch_prefill_raw()
+
+    def _get_new_batch_prefill_raw(self) -> ScheduleBatch | None:
+        if self.enable_hierarchical_cache:
+            self._acknowledge_copies()
+        running = self.running_batch
+        if self.enable_priority_preemption:
+            running.batch_is_full = False  # it may be so for lower priorities only
+        if (running.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
+            return None
+        self.policy.calc_priority(self.waiting_queue, running)
+        adder, consumer_index = self._add_reqs()
+        if not adder.can_run_list:
+            return None
+        if adder.new_chunked_req is not None:
+            self.chunked_req = adder.new_chunked_req
+        if self.chunked_req is not None:
+            self.chunked_req.is_chunked += 1
+        added = set(adder.can_run_list)
+        self.waiting_queue = [r for r in self.waiting_queue if r not in added]
+        self.max_prefill_bs = max(self.max_prefill_bs, len(added))
+
+        batch = self._new_batch(adder.can_run_list, self.chunked_req)
+        batch.hicache_consumer_index = consumer_index
+        batch.prepare_for_extend()
+        return batch
+
+    def _acknowledge_copies(self) -> None:
+        try:
+            self.tree_cache.check_hicache_events()
+        except CopyFailed as error:
+            self.observer.on_copy_failed(error)
+
+    def _add_reqs(self) -> tuple[PrefillAdder, int]:
+        """Fill a batch, and start what it loads: the adder, and the load's slot (-1: none).
+
+        When the load cannot be started, the requests that it was for are added again without it:
+        they compute what they would have loaded.
+        """
+        full, chunked_req = self.running_batch.batch_is_full, self.chunked_req
+        while True:
+            adder = self._try_reqs()
+            if not (adder.can_run_list and self.enable_hierarchical_cache):
+                return adder, -1
+            try:
+                # the copies start now, before anything else is put on the schedule stream
+                return adder, self.tree_cache.ready_to_load_host_cache()
+            except CopyFailed as error:
+                self._take_back(adder, error)
+            self.running_batch.batch_is_full, self.chunked_req = full, chunked_req
+
+    def _take_back(self, adder: PrefillAdder, error: CopyFailed) -> None:
+        """Undo what the adder did for the requests of the queue."""
+        self.observer.on_copy_failed(error)
+        for req in adder.can_run_list:
+            if req.req_pool_idx is None:  # else it is the chunked one, which had its lock before
+                node = req.last_node
+                req.load_failed = node in error.moved
+                self.tree_cache.dec_lock_ref(error.moved.get(node, node))
+                if req.retraction_count == 0:
+                    req.cached_tokens = None
+
+    def _try_reqs(self) -> PrefillAdder:
+        """Add as many requests to a prefill batch as fit, the chunked one first."""
+        running = self.running_batch
+        adder = PrefillAdder(
+            self.page_size,
+            self.tree_cache,
+            self.token_to_kv_pool_allocator,
+            running,
+            self.new_token_ratio,
+            self.server_args.max_prefill_tokens,
+            self.server_args.chunked_prefill_size,
+            0,
+            self.server_args.priority_scheduling_preemption_threshold,
+            prefill_max_requests=self.server_args.prefill_max_requests,
+        )
+        if self.chunked_req is not None:
+            self.chunked_req.init_next_round_input()
+            chunked, self.chunked_req = self.chunked_req, adder.add_chunked_req(self.chunked_req)
+            if not adder.can_run_list:
+                self._retract_chunked_req(chunked)
+                return adder
+        for req in self.waiting_queue:
+            if len(adder.can_run_list) >= self.get_num_allocatable_reqs(running.batch_size()):
+                running.batch_is_full = True
+            if running.batch_is_full and not (
+                self.enable_priority_preemption and adder.preempt_to_schedule(req, self.server_args)
+            ):
+                break
+            req.init_next_round_input(self.tree_cache)
+            result = adder.add_one_req(req, has_chunked_req=self.chunked_req is not None)
+            if result is not AddReqResult.CONTINUE:
+                if result is AddReqResult.NO_TOKEN:
+                    # with nothing running, nothing would ever make it less full
+                    running.batch_is_full = bool(adder.can_run_list) or not running.is_empty()
+                break
+        for req in adder.preempt_list:
+            self._back_to_queue(req, len(self.waiting_queue))
+        return adder
+
+    def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
+        return ScheduleBatch.init_new(
+            reqs,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.tree_cache,
+            self.model_config,
+            self.enable_overlap,
+            self.spec_algorithm,
+            chunked_req=chunked_req,
+            runtime=self.runtime,
+        )
+
+    def _retract_chunked_req(self, req: Req) -> None:
+        """Its next chunk has no room: its whole pages stay cached, and it queues again, first."""
+        self.chunked_req = None
+        release_kv_cache(req, self.tree_cache, is_insert=False)
+        req.reset_for_retract()
+        self._back_to_queue(req, 0)
+
+    def _back_to_queue(self, req: Req, place: int) -> None:
+        self.num_retracted_reqs += 1
+        self.waiting_queue.insert(place, req)
+        self.observer.on_retract(req)
+
+    def update_running_batch(self, batch: ScheduleBatch) -> None:
+        """Drop finished requests, retract some if memory is short, prepare the decode step."""
+        initial_bs = batch.batch_size()
+        batch.filter_batch()
+        if self.enable_hierarchical_cache:
+            self.tree_cache.flush_write_through_acks()
+        forced, self._retraction_requested = self._retraction_requested, False
+        if not batch.is_empty() and (forced or not batch.check_decode_mem()):
+            retracted, self.new_token_ratio, _ = batch.retract_decode(self.server_args)
+            for req in retracted:
+                self._back_to_queue(req, len(self.waiting_queue))
+        else:
+            self.new_token_ratio = max(
+                self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio
+            )
+        if batch.batch_size() < initial_bs:
+            batch.batch_is_full = False
+        if not batch.is_empty():
+            batch.prepare_for_decode()

@@ -117,7 +117,7 @@ BUGS = (
         "chunk-computed-again",
         "sglang#36855, #37024",
         "where the insert of a chunk is skipped, its progress is lost",
-        f"{ENGINE}.scheduling.batching:SchedulerBatchingMixin.stash_chunked_request",
+        f"{ENGINE}.scheduling.scheduler:Scheduler.stash_chunked_request",
         _insert_skipped,
         "loop.state",
     ),
