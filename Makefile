@@ -46,6 +46,9 @@ nightly: $(INSTALLED)  ## the long campaigns, and the kernels on a second versio
 	@echo "== long campaigns"
 	@REFCACHE_FUZZ=2000 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 tests/property/test_cli_fuzz.py tests/property/test_damaged_files.py
 	@$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m nightly $(ARGS)
+	@echo "== every planted bug at five seeds, and every small program of the allocator and the tree"
+	@$(BIN)/refcache planted --run --seeds 5
+	@$(BIN)/refcache explore --scope allocator --scope tree --programs 200000 --workers 2
 
 docs: $(INSTALLED)  ## the documentation, as HTML in docs/_build
 	@echo "== sphinx"

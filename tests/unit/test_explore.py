@@ -19,9 +19,11 @@ from refcache.oracle.explore import (
     freeze,
     select,
 )
+from refcache.oracle.explore.journal import InUse
 from refcache.oracle.planted import find
 from refcache.oracle.target.naive import NaiveTarget, NaiveTree
-from refcache.testing.exploration import Task, explore, failure_of
+from refcache.testing.campaign import Plan, one_run
+from refcache.testing.exploration import Task, explore, explore_on, failure_of
 
 REFERENCE = resolve("refcache")
 
@@ -276,3 +278,23 @@ def test_two_tiers_with_copies_in_flight() -> None:
     with find("host-leaf-with-children").active():
         found = explored(SCOPES["hicache.write_through"], REFERENCE, Limits(programs=3000))
     assert found.failing is not None
+
+
+def test_a_campaign_goes_on_with_the_searches(tmp_path: Path) -> None:
+    plan = Plan("refcache", ("allocator.explore",), max_examples=20)
+    runs = [one_run(plan, str(tmp_path), "allocator.explore", seed) for seed in range(5)]
+    assert all(run.verdict == "ok" for run in runs)
+    whole = explored(SCOPES["allocator.tokens"], REFERENCE)
+    assert sum(run.steps for run in runs[:4]) == whole.programs
+    assert "4 pages of 2" in runs[4].reason
+
+
+def test_a_search_that_another_process_has_is_passed_over(tmp_path: Path) -> None:
+    task = Task("allocator.tokens", "refcache")
+    going = explore(task, journal=tmp_path / "allocator.tokens.jsonl")
+    next(going)
+    with pytest.raises(InUse, match="another process"):
+        next(explore(task, journal=tmp_path / "allocator.tokens.jsonl"))
+    found = explore_on("allocator.explore", "refcache", tmp_path, 1)
+    assert "4 pages of 2" in found.reason
+    going.close()

@@ -29,7 +29,7 @@ from typing import Any
 from refcache.errors import InvalidArgument
 from refcache.oracle.target.resolve import resolve
 from refcache.testing.processes import begin, starting
-from refcache.testing.registry import list_suites, needs_of
+from refcache.testing.registry import EXPLORED, list_suites, needs_of
 
 EXAMPLES = 25
 """Cases a run: a second or so, which is what a kill can lose."""
@@ -241,10 +241,14 @@ def _enter(campaign: Campaign, run: Run) -> Run:
 
 def one_run(plan: Plan, folder: str, suite: str, seed: int) -> Run:
     """One suite with one seed, in a worker; a failure is written before this returns."""
+    from refcache.testing.exploration import explore_on
     from refcache.testing.report import failure_name, write_failure
     from refcache.testing.run import run_suite
 
-    result = run_suite(suite, resolve(plan.target), max_examples=plan.max_examples, seed=seed)
+    if suite in EXPLORED:
+        result = explore_on(suite, plan.target, Path(folder) / "explore", plan.max_examples)
+    else:
+        result = run_suite(suite, resolve(plan.target), max_examples=plan.max_examples, seed=seed)
     run = Run(suite, seed, result.verdict, result.cases, result.steps, reason=result.reason)
     if result.failure is None:
         return run

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from refcache.errors import InvalidArgument
 from refcache.oracle import SENTENCES, resolve
-from refcache.oracle.explore.journal import Journal
+from refcache.oracle.explore.journal import InUse, Journal
 from refcache.oracle.explore.scopes import SCOPES
 from refcache.oracle.explore.search import (
     NO_LIMITS,
@@ -33,7 +33,8 @@ from refcache.oracle.planted import find
 from refcache.oracle.program.driver import Call
 from refcache.oracle.rules.violation import without_rules
 from refcache.testing.processes import begin, starting
-from refcache.testing.run import Failure, explain
+from refcache.testing.registry import EXPLORED
+from refcache.testing.run import MAX_EXAMPLES, Failure, SuiteResult, explain
 
 
 class Task(NamedTuple):
@@ -155,3 +156,31 @@ def failure_of(task: Task, state: Search) -> Failure:
         return Failure("crash", sentence, evidence, (), f"crash: {evidence}\n  rule: {sentence}")
     with task.conditions():
         return explain(*broken(SCOPES[task.scope], resolve(task.target), program))
+
+
+def explore_on(suite: str, target: str, folder: Path, max_examples: int) -> SuiteResult:
+    """One share more of the first scope of a suite that is not explored whole; for campaigns.
+
+    Args:
+        folder: keeps the searches, a file a scope; a scope that another process has is passed over.
+        max_examples: the share, as in :func:`refcache.testing.run_suite`.
+    """
+    for scope, most in EXPLORED[suite].programs.items():
+        task, share = Task(scope, target), max(1, most * max_examples // MAX_EXAMPLES)
+        before: tuple[int, int] | None = None
+        try:
+            for state in explore(task, journal=folder / f"{scope}.jsonl"):
+                before = before or (len(state.states), state.programs)
+                if state.programs - before[1] >= share:
+                    break
+        except InUse:
+            continue
+        assert before is not None
+        states, programs = len(state.states) - before[0], state.programs - before[1]
+        if state.failing is not None:
+            return SuiteResult(suite, states, programs, "violation", failure_of(task, state))
+        if state.parted:
+            return SuiteResult(suite, states, programs, "unknown", reason=str(state))
+        if programs:
+            return SuiteResult(suite, states, programs, "ok", reason=str(state))
+    return SuiteResult(suite, 0, 0, "ok", reason="nothing is left that nobody goes on with")

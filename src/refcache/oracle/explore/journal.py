@@ -7,6 +7,7 @@ line that a kill has torn is cut off.
 
 import json
 import os
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ from refcache.oracle.explore.fingerprint import Move
 from refcache.oracle.explore.search import Child, Expansion, Search
 
 
+class InUse(InvalidArgument):
+    """The file of a search that another process goes on with."""
+
+
 class Journal:
     """The file of one search; ``state`` is the search as far as it has come.
 
     Raises:
         InvalidArgument: the file cannot be read or written, is none, or is of another search.
+        InUse: another process has it.
     """
 
     def __init__(self, path: Path, target: str, state: Search) -> None:
@@ -38,6 +44,11 @@ class Journal:
             elif whole != raw:
                 os.truncate(path, len(whole))
             self._file = open(path, "ab")  # noqa: SIM115 - lives as long as the search
+            try:
+                flock(self._file, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                self._file.close()
+                raise InUse(f"{path}: another process goes on with this search") from None
         except OSError as error:
             raise InvalidArgument(f"{path}: {error.strerror}") from None
         self._lines = whole.splitlines()[1:]
