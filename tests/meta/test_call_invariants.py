@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from programs import play
 from refcache.oracle import HiCacheDriver, TreeDriver, Violation, resolve
 from refcache.oracle.ledger.ledger import Ledger
 from refcache.oracle.rules.violation import without_rules
@@ -370,12 +371,10 @@ def perform(driver_class: Any, target: Any, program: str) -> None:
         config |= CONFIGS[calls.pop(0)]
     d = driver_class(target, **config)
     for call in calls:
-        name, _, args = call.partition(" ")
-        given = eval(f"({args},)") if args else ()
-        if name == "evict_host":
-            d.trial.call(d.tree.evict_host, *given)
+        if call.startswith("evict_host"):
+            d.trial.call(d.tree.evict_host, int(call.split()[1]))
         else:
-            getattr(d, name)(*given)
+            play(d, call)
 
 
 CASES = [

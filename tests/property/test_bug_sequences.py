@@ -3,12 +3,6 @@
 Most sequences were run on an engine's release and failed there; the others are made from the cause
 that the report names. Here each must pass on the reference, with copies delayed as long as possible
 and without delay; the planted bug that models it must fail.
-
-Notation: ``A`` admit (match, lock, load back, compute, cache; ``/c`` in chunks of c), ``W`` admit
-and do not wait for the forward, ``D x`` decode one token, ``F`` finish with insert, ``X`` abort
-without, ``E n`` evict n tokens, ``T`` all copies finish and are acknowledged, ``M`` match, ``R``
-reset, ``P n`` the next chunk, ``I`` insert, ``K`` lock, ``L`` load back what is on the host only,
-``Q`` queue such a load, ``S`` start loads.
 """
 
 from contextlib import suppress
@@ -16,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from programs import play
 from refcache.allocator import TokenToKVPoolAllocator
 from refcache.controller import HiCacheController
 from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
@@ -39,152 +34,156 @@ SEQUENCES = {
     # name: (policy, page size, device, host, program, the planted bug that models it)
     "B01-load-back-evicts-its-source": (
         "write_back", 1, 8, 9,
-        "A 111; F; A 002110; D 0; F; A 1111", "load-back-unprotected",
+        "admit (1,1,1); cache -1; finish -1; admit (0,0,2,1,1,0); cache -1; decode -1, 0; "
+        "finish -1; admit (1,1,1,1); cache -1",
+        "load-back-unprotected",
     ),
     "B01-pages-of-two": (
         "write_back", 2, 16, 18,
-        "A 02201212; F; A 00010221121; D 1; F; A 022012121", "load-back-unprotected",
+        "admit (0,2,2,0,1,2,1,2); cache -1; finish -1; admit (0,0,0,1,0,2,2,1,1,2,1); "
+        "cache -1; decode -1, 1; finish -1; admit (0,2,2,0,1,2,1,2,1); cache -1",
+        "load-back-unprotected",
     ),
     "B02-host-leaf-with-a-child": (
         "write_back", 1, 6, 7,
-        "A 11; F; E 1; A 110; F; T; E 2", "host-leaf-with-children",
+        "admit (1,1); cache -1; finish -1; evict 1; admit (1,1,0); cache -1; finish -1; "
+        "settle; evict 2",
+        "host-leaf-with-children",
     ),
     "B03-eviction-below-a-dropped-node": (
         "write_back", 1, 8, 9,
-        "A 002; F; E 1; A 0021; F; T; A 211111; F; A 002", "host-leaf-with-children",
+        "admit (0,0,2); cache -1; finish -1; evict 1; admit (0,0,2,1); cache -1; finish -1; "
+        "settle; admit (2,1,1,1,1,1); cache -1; finish -1; admit (0,0,2); cache -1",
+        "host-leaf-with-children",
     ),
     "B03-host-slot-leaked": (
         "write_back", 1, 8, 9,
-        "A 111; F; E 1; A 11121; D 1; T; F; A 2102; F; E 1", "host-leaf-with-children",
+        "admit (1,1,1); cache -1; finish -1; evict 1; admit (1,1,1,2,1); cache -1; "
+        "decode -1, 1; settle; finish -1; admit (2,1,0,2); cache -1; finish -1; evict 1",
+        "host-leaf-with-children",
     ),
     "B06-split-while-the-copy-runs": (
         "write_through", 1, 8, 20,
-        "A 0121; F; M 012; M 010; T; E 4", "split-forgets-the-copy",
+        "admit (0,1,2,1); cache -1; finish -1; match (0,1,2); match (0,1,0); settle; evict 4",
+        "split-forgets-the-copy",
     ),
     "B19-reset-with-a-copy-in-flight": (
         "write_through", 1, 8, 20,
-        "A 012; F; R; A 2222; F; T", "reset-leaves-copies",
+        "admit (0,1,2); cache -1; finish -1; reset; admit (2,2,2,2); cache -1; finish -1; "
+        "settle",
+        "reset-leaves-copies",
     ),
     "B07-load-over-a-running-forward": (
         "write_through", 1, 4, 20,
-        "A 012; F; T; E 3; W 121; X; L; T", "load-not-fenced",
+        "admit (0,1,2); cache -1; finish -1; settle; evict 3; admit (1,2,1); abort -1; "
+        "reload 0; settle",
+        "load-not-fenced",
     ),
     "B08-write-before-the-forward": (
         "write_through", 1, 8, 20,
-        "I 01; T", "write-start-not-awaited",
+        "insert (0,1); settle",
+        "write-start-not-awaited",
     ),
     "B09-read-before-the-load": (
         "write_through", 1, 8, 20,
-        "A 01; F; T; E 2; A 012; F; T", "getters-do-not-wait",
+        "admit (0,1); cache -1; finish -1; settle; evict 2; admit (0,1,2); cache -1; "
+        "finish -1; settle",
+        "getters-do-not-wait",
     ),
     "B10-last-layer": (
         "write_through", 1, 8, 20,
-        "A 01; F; T; E 2; A 012; F", "last-layer-not-loaded",
+        "admit (0,1); cache -1; finish -1; settle; evict 2; admit (0,1,2); cache -1; finish -1",
+        "last-layer-not-loaded",
     ),
     "B13-host-page-freed-twice": (
         "write_back", 1, 6, 7,
-        "A 1111; F; E 4; A 2222; F; E 4; A 0000; F; E 4", "host-page-freed-twice",
+        "admit (1,1,1,1); cache -1; finish -1; evict 4; admit (2,2,2,2); cache -1; finish -1; "
+        "evict 4; admit (0,0,0,0); cache -1; finish -1; evict 4",
+        "host-page-freed-twice",
     ),
     "B13-pages-of-two": (
         "write_back", 2, 16, 18,
-        "A 00110011; F; E 8; A 11221122; F; E 8; A 22002200; F; E 8", "host-page-freed-twice",
+        "admit (0,0,1,1,0,0,1,1); cache -1; finish -1; evict 8; admit (1,1,2,2,1,1,2,2); "
+        "cache -1; finish -1; evict 8; admit (2,2,0,0,2,2,0,0); cache -1; finish -1; evict 8",
+        "host-page-freed-twice",
     ),
     "B15-aborted-between-chunks": (
         "write_through", 4, 32, 40,
-        "A 012012012012012/4; P 4; X; A 01201201; F; M 01201201", "abort-frees-cached-chunks",
+        "admit (0,1,2,0,1,2,0,1,2,0,1,2,0,1,2), None, 4; cache -1; proceed -1, 4; abort -1; "
+        "admit (0,1,2,0,1,2,0,1); cache -1; finish -1; match (0,1,2,0,1,2,0,1)",
+        "abort-frees-cached-chunks",
     ),
     "B24-host-eviction-empties-the-host": (
         "write_through", 1, 8, 9,
-        "A 000; F; A 111; F; T; E 6; A 222; F; T; E 3; A 33; F; T", "evict-host-too-much",
+        "admit (0,0,0); cache -1; finish -1; admit (1,1,1); cache -1; finish -1; settle; "
+        "evict 6; admit (2,2,2); cache -1; finish -1; settle; evict 3; admit (3,3); cache -1; "
+        "finish -1; settle",
+        "evict-host-too-much",
     ),
     "B24-parent-not-evicted": (
         "write_back", 1, 8, 9,
-        "A 00; F; A 0011; F; E 4", "evict-parent-not-pushed",
+        "admit (0,0); cache -1; finish -1; admit (0,0,1,1); cache -1; finish -1; evict 4",
+        "evict-parent-not-pushed",
     ),
     "B24-slots-kept-after-the-write-back": (
         "write_back", 1, 8, 9,
-        "A 11; F; E 2", "write-back-keeps-slots",
+        "admit (1,1); cache -1; finish -1; evict 2",
+        "write-back-keeps-slots",
     ),
     "B21-writes-not-acknowledged-while-a-load-runs": (
         "write_through", 1, 8, 20,
-        "A 01; F; T; E 2; A 12; F; L; T", "write-acks-not-polled",
+        "admit (0,1); cache -1; finish -1; settle; evict 2; admit (1,2); cache -1; finish -1; "
+        "reload 0; settle",
+        "write-acks-not-polled",
     ),
     "B43-host-slots-freed-under-a-running-load": (
         "write_back", 1, 8, 9,
-        "A 01; F; E 2; A 12; F; E 2; Q; Q; S; T", "load-gives-up-its-source",
+        "admit (0,1); cache -1; finish -1; evict 2; admit (1,2); cache -1; finish -1; evict 2; "
+        "reload 0, None, False; reload 0, None, False; start_loads; settle",
+        "load-gives-up-its-source",
     ),
     "B45-revived-tokens-not-counted": (
         "write_through", 1, 8, 20,
-        "A 01; F; T; E 2; I 01; T", "revived-not-evictable",
+        "admit (0,1); cache -1; finish -1; settle; evict 2; insert (0,1); settle",
+        "revived-not-evictable",
     ),
     "B46-lock-skips-the-node": (
         "write_through", 1, 8, 20,
-        "I 12; I 122; T; K 122; E 1", "lock-skips-node",
+        "insert (1,2); insert (1,2,2); settle; hold (1,2,2); evict 1",
+        "lock-skips-node",
     ),
     "B55-two-loads-in-one-batch": (
         "write_through", 1, 8, 20,
-        "A 01; F; A 12; F; T; E 4; Q; Q; S; T", "merge-reverses-a-side",
+        "admit (0,1); cache -1; finish -1; admit (1,2); cache -1; finish -1; settle; evict 4; "
+        "reload 0, None, False; reload 0, None, False; start_loads; settle",
+        "merge-reverses-a-side",
     ),
     "B53-second-plane-stays-behind": (
         "write_through", 1, 8, 20,
-        "A 01; F; T", "second-plane-not-copied",
+        "admit (0,1); cache -1; finish -1; settle",
+        "second-plane-not-copied",
     ),
     "B54-last-page-dropped": (
         "write_through", 1, 8, 20,
-        "A 012; F; T", "last-page-not-copied",
+        "admit (0,1,2); cache -1; finish -1; settle",
+        "last-page-not-copied",
     ),
     "B26-chunk-aborted": (
         "write_through", 1, 16, 40,
-        "A 01201201/4; X; T; E 4; M 0120", None,
+        "admit (0,1,2,0,1,2,0,1), None, 4; cache -1; abort -1; settle; evict 4; match (0,1,2,0)",
+        None,
     ),
     "B27-one-request-twice": (
         "write_through_selective", 1, 16, 40,
-        "A 0120; D 1; F; T; E 16; M 0120", "selective-writes-at-once",
+        "admit (0,1,2,0); cache -1; decode -1, 1; finish -1; settle; evict 16; match (0,1,2,0)",
+        "selective-writes-at-once",
     ),
 }  # fmt: skip
 
 
 def run(driver, program):
-    run_on(driver, program)
+    play(driver, program)
     driver.wind_down()
-
-
-def run_on(driver, program):
-    for step in program.split("; "):
-        call, _, rest = step.partition(" ")
-        text, _, chunk = rest.partition("/")
-        tokens = tuple(int(c) for c in text) if call in "AWMIK" else ()
-        last = len(driver.requests) - 1
-        match call:
-            case "A":
-                driver.admit(tokens, None, int(chunk) if chunk else None)
-                driver.cache(len(driver.requests) - 1)
-            case "W":
-                driver.admit(tokens)
-            case "D":
-                driver.decode(last, int(text))
-            case "F":
-                driver.finish(last)
-            case "X":
-                driver.abort(last)
-            case "E":
-                driver.evict(int(text))
-            case "T":
-                driver.settle()
-            case "M":
-                driver.match(tokens)
-            case "R":
-                driver.reset()
-            case "P":
-                driver.proceed(last, int(text))
-            case "I":
-                driver.insert(tokens)
-            case "K":
-                driver.hold(tokens)
-            case "L" | "Q":
-                driver.reload(0, None, call == "L")
-            case "S":
-                driver.start_loads()
 
 
 def driver_for(name, **more):
@@ -279,7 +278,7 @@ def test_the_loop_passes_and_its_planted_bug_fails(name):
 def decode_after_a_load(delay=True):
     """B59: a load has started; a decode reads its slots, as a captured graph without waits does."""
     d = HiCacheDriver(resolve("refcache"), size=8, host_size=20, delay=delay)
-    run_on(d, "I 01; T; E 2; Q; S")
+    play(d, "insert (0,1); settle; evict 2; reload 0, None, False; start_loads")
     row = d.bench.match((0, 1), None).device_indices.tolist()
     forwards = d.bench.forwards
     with d.machine.stream(forwards.stream):
@@ -400,7 +399,7 @@ def test_a_fourth_load_waits_for_the_first(delay, monkeypatch):
         d = HiCacheDriver(resolve("refcache"), size=8, host_size=20, delay=delay)
         for token in range(4):
             d.insert((token, 0))
-        run_on(d, "T; E 8; L; L; L; L")
+        play(d, "settle; evict 8; reload 0; reload 0; reload 0; reload 0")
         return d.tree.cache_controller
 
     controller = four_loads()
@@ -426,21 +425,21 @@ def test_no_fourth_load_is_asked_of_a_target_that_does_not_wait_for_a_slot(monke
     d = HiCacheDriver(target, size=16, host_size=40)
     for token in range(8):
         d.insert((token, 0))
-    run_on(d, "T; E 16")
+    play(d, "settle; evict 16")
     waits = waits_of(d)
-    run_on(d, "L; L; L")
+    play(d, "reload 0; reload 0; reload 0")
     assert not waits
     assert sum(transfer.kind == "load" for transfer in d.bench.host().transfers) == 3
-    run_on(d, "L")
+    play(d, "reload 0")
     assert len(waits) == 1
-    run_on(d, "L; L")
+    play(d, "reload 0; reload 0")
     assert len(waits) == 1
     while d.machine.runnable():
         d.work((0,))
     d.poll()
-    run_on(d, "L; L")  # what is acknowledged is finished
+    play(d, "reload 0; reload 0")  # what is acknowledged is finished
     assert len(waits) == 1
-    run_on(d, "T")
+    play(d, "settle")
     d.wind_down()
 
 
@@ -451,10 +450,10 @@ def test_a_forward_that_is_waited_for_ends_the_loads_before_it(monkeypatch):
     d = HiCacheDriver(target, size=16, host_size=40)
     for token in range(6):
         d.insert((token, 0))
-    run_on(d, "T; E 16; L; L")
+    play(d, "settle; evict 16; reload 0; reload 0")
     waits = waits_of(d)
     d.admit((2, 0, 1))  # the third load, and a forward
-    run_on(d, "L; L; L")
+    play(d, "reload 0; reload 0; reload 0")
     assert not waits
 
 
