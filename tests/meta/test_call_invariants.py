@@ -315,12 +315,12 @@ HOST: list[tuple[str, str, Fault, str]] = [
         "insert (0,); insert (0,1); settle; evict 1; match (0,1)"),
     ("C1", "match gave slots [2, 1]", result("tree.match_prefix", lambda m: m._replace(
         device_indices=m.device_indices.flip(0))), "insert (0,1); match (0,1)"),
-    ("Q1", "a load of 2 tokens (threshold 1, quota None) gave 1", result("tree.init_load_back",
+    ("Q1", "a load of 2 tokens (threshold 1, quota None", result("tree.init_load_back",
         half), f"{BURIED}; reload 0"),
-    ("Q1", "a load of 1 tokens (threshold 3, quota None) gave 1", lambda parts: setattr(
+    ("Q1", "a load of 1 tokens (threshold 3, quota None", lambda parts: setattr(
         parts.tree, "load_back_threshold", 0),
         "threshold; insert (0,); settle; evict 1; reload 0"),
-    ("Q1", "a load of 2 tokens (threshold 1, quota 1) gave 2", on("tree.load_back",
+    ("Q1", "a load of 2 tokens (threshold 1, quota 1", on("tree.load_back",
         lambda parts, inner, node, quota: inner(node)), f"{BURIED}; reload 0, 1"),
     ("B1", "nothing was loaded; the last node is", result("tree.init_load_back", lambda r: r
         if len(r[0]) else (r[0], None)), f"{BURIED}; reload 0, 1"),
