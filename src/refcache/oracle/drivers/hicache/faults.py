@@ -236,6 +236,7 @@ class Faults:
             self._busy = False
 
     def _made(self, name: str, function: Made, args: Any, kwargs: Any) -> Any:
+        """Make a call with each inner step raising in turn, until one passes without."""
         given = 0  # tokens that an eviction gave before it raised
         for number in range(self.config.fault, self.config.fault + MOST):
             self._inside = set()
@@ -275,6 +276,7 @@ class Faults:
             self._ours("check_hicache_events", error)
 
     def _in_peace(self, name: str, function: Made, args: Any, kwargs: Any) -> Any:
+        """Make a call with no step raising, once what was reported is acknowledged."""
         self._inside = set()
         self.steps.raised = None
         while name == "check_hicache_events" and self._reported:
@@ -314,6 +316,7 @@ class Faults:
             self._told.append(fault)
 
     def _same(self, name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Z3: a call that raised has left what it found."""
         changed = [what for what in before if before[what] != after[what]]
         self.bench.trial.require(
             not changed,

@@ -111,6 +111,7 @@ class FaultyLoop:
         return False
 
     def _nothing_held(self, after: str, cached: bool) -> None:
+        """P1, L1 and R3: when nothing runs, nobody holds pages, rows or locks."""
         scheduler, require = self.scheduler, self.trial.require
         tree, rows = scheduler.tree_cache, scheduler.req_to_token_pool
         free = int(scheduler.token_to_kv_pool_allocator.available_size())

@@ -69,6 +69,7 @@ class Edge:
         return [m.tracker.reports for m in machines if m.tracker is not None]
 
     def _machine(self, driver: Driver, removed: bool, stop: bool) -> "SimulatedRuntime":
+        """A machine with the edge, or without it."""
         from refcache.runtime import SimulatedRuntime, Tracker
         from refcache.runtime.simulated.without import MachineWithout
 
