@@ -168,8 +168,8 @@ def test_tuning_gives_rules_for_both_directions(monkeypatch):
     assert len(said) == len(costs) == 4
     assert all(cost >= 0 for ways in costs.values() for cost in ways.values())
     rules = tuning.rules_from(costs)
-    assert {(r.to_host, r.io_backend) for r in rules} >= {(False, "kernel"), (True, "kernel")}
-    assert (True, "direct") in {(r.to_host, r.io_backend) for r in rules}
+    assert {r.to_host for r in rules} == {True, False}  # which way is cheaper is measured
+    assert {r.io_backend for r in rules} <= {"kernel", "direct"}
 
 
 @pytest.mark.parametrize("failing", [0, 2])
