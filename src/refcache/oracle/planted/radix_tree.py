@@ -260,7 +260,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "one-seed-for-names",
-        "slip",
+        "sglang#26747, #36382",
         "the page hashes of all named namespaces start from one seed",
         "refcache.keys:namespace_seed",
         lambda original: lambda extra_key: original(None if extra_key is None else "named"),
