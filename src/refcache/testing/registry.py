@@ -85,8 +85,8 @@ SUITES: dict[str, Suite] = {
         Suite("tree.exact", "tree:TreeExactMachine", EXACT, 0.5),
         Suite("loop.state", "loop:LoopMachine", share=0.25),
         Suite("hicache.state", "hicache:HiCacheMachine", share=0.3),
-        Suite("hicache.streams", "streams:StreamsMachine", share=0.1),
-        Suite("hicache.ranks", "ranks:RanksMachine", share=0.1),
+        Suite("hicache.streams", "streams:StreamsMachine", share=0.4),
+        Suite("hicache.ranks", "ranks:RanksMachine", share=0.3),
         Suite("hicache.faults", "faults:FaultsMachine", frozenset({"faults"}), 0.2),
         Suite("ops.transfer", "ops:OpsMachine", share=0.1),
     )
