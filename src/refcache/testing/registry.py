@@ -84,7 +84,7 @@ SUITES: dict[str, Suite] = {
         Suite("tree.misuse", "tree:TreeMisuseMachine", share=0.5),
         Suite("tree.exact", "tree:TreeExactMachine", EXACT, 0.5),
         Suite("loop.state", "loop:LoopMachine", share=0.25),
-        Suite("hicache.state", "hicache:HiCacheMachine", share=0.3),
+        Suite("hicache.state", "hicache:HiCacheMachine", share=0.6),
         Suite("hicache.streams", "streams:StreamsMachine", share=0.4),
         Suite("hicache.ranks", "ranks:RanksMachine", share=0.3),
         Suite("hicache.faults", "faults:FaultsMachine", frozenset({"faults"}), 0.2),
