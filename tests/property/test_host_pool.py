@@ -534,7 +534,8 @@ def test_io_backend_says_who_copies(backend, pinned, io_backend, copies):
     host = MHATokenToKVPoolHost(mha(), 2.0, 0, 2, "page_first", pin_memory=pinned, backend=backend)
     for name in ("backup_all_layer", "load_per_layer"):
         function = host._copy_function(name, io_backend)
-        assert (function.__module__, function.__name__) == (copies, name)
+        assert function.__module__ == copies
+        assert function.__name__.partition(".")[0] == name  # of an op, with its overload
 
 
 def test_rules_say_which_way_a_transfer_goes(monkeypatch):

@@ -32,7 +32,7 @@ def optimal_hits(
 
     >>> trace = [TraceRequest(0, 1024, 1, ids) for ids in ((0, 1), (2, 3), (0, 1))]
     >>> [optimal_hits(trace, 512, tokens) for tokens in (1024, 2048, None)]
-    [512, 512, 512]
+    [0, 512, 512]
     """
     if not nests(requests, page_size):
         return None

@@ -117,12 +117,10 @@ def plot(points: Sequence[Point], unlimited: float | None, path: str | Path) -> 
         raise InvalidArgument(f"--plot {path}: expected a name that ends in .svg or .png")
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise InvalidArgument("--plot: expected matplotlib (pip install refcache[bench])") from None
-    matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "refcache"
-    import matplotlib.pyplot as plt
-
     curves: dict[str, list[tuple[int, float]]] = {}
     best: dict[int, float] = {}
     varied = [
@@ -141,7 +139,8 @@ def plot(points: Sequence[Point], unlimited: float | None, path: str | Path) -> 
             best[size] = max(optimal, best.get(size, 0.0))
     if not curves:
         raise InvalidArgument("--plot: expected a replay with a bound on the device")
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
     for label, curve in curves.items():
         sizes, rates = zip(*sorted(curve), strict=True)
         axes.plot(sizes, [100 * rate for rate in rates], marker="o", label=label)
@@ -159,4 +158,3 @@ def plot(points: Sequence[Point], unlimited: float | None, path: str | Path) -> 
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
-    plt.close(figure)
