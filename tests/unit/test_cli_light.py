@@ -77,6 +77,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["convert", "a.jsonl", "a.jsonl"], "expected another file"),
     (["replay", "absent.jsonl", "--plot", "x.svg"], "expected --sweep"),
     (["replay", "written.jsonl", "--sweep", "polcy=lru"], "polcy"),
+    (["replay", "written.jsonl", "--host-ratio", "1e9"], "host_ratio=1000000000.0"),
+    (["replay", "written.jsonl", "--sweep", "policy=lru", "--plot", "x.pdf"], "ends in .svg"),
     (["judge", "absent.jsonl"], "absent.jsonl"),
     (["shrink", "absent.jsonl"], "absent.jsonl"),
     (["shrink", "a.jsonl", "--out", "a.jsonl"], "--out a.jsonl"),

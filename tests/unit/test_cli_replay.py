@@ -95,6 +95,7 @@ def test_a_violation(
         (["trace.jsonl", "--policy", "nope"], "unknown policy 'nope': expected one of fifo"),
         (["trace.jsonl", "--check", "nope"], "unknown check 'nope': expected one of every"),
         (["trace.jsonl", "--policy", "lruu"], "did you mean 'lru'? Expected one of fifo"),
+        (["trace.jsonl", "--host-ratio", "1e300"], "host_ratio=1e+300: expected a host tier of at"),
         (["trace.jsonl", "--host-ratio", "inf"], "host_ratio=inf: expected a finite number above"),
         (["trace.jsonl", "--host-ratio", "1"], "host_ratio=1.0: expected a finite number above 1"),
         (["trace.jsonl", "--limit", "0"], "Invalid value for '--limit'"),

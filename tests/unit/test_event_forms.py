@@ -245,6 +245,11 @@ def test_frames(tmp_path: Path) -> None:
     for content in (frames, zstandard.ZstdCompressor().compress(frames)):
         path.write_bytes(content)
         assert (judge_file(path).verdict, judge_file(path).records) == ("ok", 2)
+    cut = zstandard.ZstdCompressor().compressobj()
+    path.write_bytes(cut.compress(frames) + cut.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    verdict = judge_file(path)
+    assert (verdict.verdict, verdict.records) == ("unknown", 2)
+    assert "end inside a frame" in str(verdict.damage)
     path.write_bytes(packed([1.5, [stored]], [2.0, [["BlockRemoved", [b"no"], "GPU"]]]))
     verdict = judge_file(path)
     assert (verdict.rule, verdict.n) == ("N2", 2)

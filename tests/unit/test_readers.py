@@ -163,8 +163,20 @@ def test_large_ids_are_numbered_anew(tmp_path: Path) -> None:
 def test_compressed_whatever_the_name(tmp_path: Path, pack: object) -> None:
     packed = pack(lines(PLAIN, PLAIN).encode())  # type: ignore[operator]
     assert len(read(tmp_path, packed).requests) == 2
-    with pytest.raises(InvalidTrace, match="trace"):
+    with pytest.raises(InvalidTrace, match=r"cannot be read: .* end"):
         read(tmp_path, packed[:-9])
+
+
+def test_a_cut_frame_is_no_shorter_trace(tmp_path: Path) -> None:
+    """Frames after frames are one file; a frame cut where a line ends is damage, not the end."""
+    line = lines(PLAIN).encode()
+    whole = zstandard.ZstdCompressor().compress(line)
+    assert len(read(tmp_path, whole + whole).requests) == 2
+    frame = zstandard.ZstdCompressor().compressobj()
+    cut = frame.compress(line) + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    for content in (cut, whole + cut, whole[:3] + b"\xfd"):
+        with pytest.raises(InvalidTrace, match="end inside a frame: truncated"):
+            read(tmp_path, content)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from refcache.cli.console import progress
 from refcache.errors import InvalidArgument
 from refcache.readers import RequestTrace, read_requests
 from refcache.replay.workload import PrefixBound, prefix_bound
+
+if TYPE_CHECKING:
+    from refcache.replay.config import ReplayConfig
 
 FormatOption = Annotated[
     str | None, typer.Option("--format", help="The trace's form, instead of recognising it.")
@@ -81,9 +84,16 @@ def replay(
         from refcache.replay.sweep import grid
 
         points = grid(config, sweep)
+        if plot is not None:
+            from refcache.replay.sweep import check_figure
+
+            check_figure(plot)
     else:
+        points = [config]
         requests = list(read.requests)
         bound = prefix_bound(requests)
+    for point in points:
+        _fits(point)
     import torch
 
     torch.set_num_threads(1)  # a step is many small tensors: threads would wait more than work
@@ -123,11 +133,28 @@ def trace_lines(read: RequestTrace) -> Iterator[str]:
         yield f"           {note}"
 
 
+def _most() -> int:
+    """Tokens that this machine's memory can hold."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // TOKEN_BYTES
+    return min(most, 2**31 - 1)  # a slot is 32 bits wide in req_to_token
+
+
+def _fits(config: "ReplayConfig") -> None:
+    """Refuses tiers that this machine's memory cannot hold."""
+    device, most = config.device_tokens or 0, _most()
+    if device > most:
+        raise InvalidArgument(f"device_tokens={device}: expected at most {most} (memory)")
+    if config.host_ratio is not None and device * config.host_ratio > most:
+        raise InvalidArgument(
+            f"host_ratio={config.host_ratio}: expected a host tier of at most {most} tokens "
+            "(this machine's memory)"
+        )
+
+
 def _capacity(text: str) -> int | None:
     if text == "unlimited":
         return None
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // TOKEN_BYTES
-    most = min(most, 2**31 - 1)  # a slot is 32 bits wide in req_to_token
+    most = _most()
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise InvalidArgument(
             f"--device-tokens {text}: expected 1 to {most} (this machine's memory), or unlimited"

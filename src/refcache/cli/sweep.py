@@ -55,8 +55,6 @@ def sweep(
     from refcache.replay.bounds import optimal_hits
     from refcache.replay.sweep import plot, rows
 
-    if plot_to is not None and plot_to.suffix not in (".svg", ".png"):
-        plot([], None, plot_to)  # refuses the name before the work
     points = []
     if not as_json:
         print("policy         device tokens  page  host    hits  optimal")

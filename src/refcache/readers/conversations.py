@@ -7,7 +7,8 @@ named. A block id is a token, so prefixes are exact.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from io import BufferedIOBase
+from typing import Any
 
 from refcache.errors import InvalidArgument
 from refcache.keys import MAX_TOKEN
@@ -94,7 +95,7 @@ def _elements(source: Source) -> Iterator[Any]:
         yield source.object(raw)
 
 
-def _array(source: Source, file: IO[bytes], start: bytes) -> Iterator[Any]:
+def _array(source: Source, file: BufferedIOBase, start: bytes) -> Iterator[Any]:
     """The elements of a JSON array, with one element in memory at a time."""
     decoder = json.JSONDecoder()
     text, rest = "", start[1:]

@@ -77,7 +77,7 @@ def _frames(source: Source) -> Iterator[Any]:
     )
     fed = whole = 0
     with open_source(source.path) as file:
-        while chunk := source.guarded(lambda: file.read(CHUNK)):
+        while chunk := source.guarded(lambda: file.read1(CHUNK)):
             fed += len(chunk)
             try:
                 unpacker.feed(chunk)

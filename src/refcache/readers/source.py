@@ -16,11 +16,12 @@ import zstandard
 from refcache.errors import InvalidTrace
 
 MAX_LINE = 2**24  # bytes
+PACKED = 2**8  # compressed bytes at a time: a block of four can stand for 128 KiB
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 SHOWN = 60  # characters of a value in a message
 
 
-def open_source(path: str | Path) -> IO[bytes]:
+def open_source(path: str | Path) -> io.BufferedIOBase:
     """A file to read from its start, decompressed if its first bytes say that it is compressed.
 
     Raises:
@@ -37,11 +38,47 @@ def open_source(path: str | Path) -> IO[bytes]:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidTrace(path, None, None, str(reason)) from None
     if magic.startswith(GZIP):
-        return gzip.open(raw)  # type: ignore[return-value]
+        return gzip.open(raw)
     if magic.startswith(ZSTD):
-        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(stream)
+        return io.BufferedReader(_Frames(raw), MAX_LINE >> 8)
     return raw
+
+
+class _Frames(io.RawIOBase):
+    """What a file of zstandard frames holds; zstandard's own reader takes a cut frame for the end.
+
+    Raises:
+        EOFError: the file ends inside a frame.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._packed, self._content = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Fills ``target`` as far as the content at hand goes; 0 at the end of the last frame."""
+        while not self._content:
+            self._packed = self._packed or self._raw.read(PACKED)
+            if not self._packed:
+                if self._frame is None:
+                    return 0
+                raise EOFError("the compressed data end inside a frame: truncated?")
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._content = self._frame.decompress(self._packed)
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(target), len(self._content))
+        target[:count], self._content = self._content[:count], self._content[count:]
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 class Source:

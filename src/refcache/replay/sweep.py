@@ -103,6 +103,18 @@ def _share(point: Point, tokens: int | None) -> float | None:
     return tokens / max(1, point.result.prompt_tokens)
 
 
+def check_figure(path: str | Path) -> None:
+    """Refuses a figure's name before the work.
+
+    Raises:
+        InvalidArgument: an ending other than .svg and .png, a folder, or no folder to write in.
+    """
+    if Path(path).suffix not in (".svg", ".png"):
+        raise InvalidArgument(f"--plot {path}: expected a name that ends in .svg or .png")
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise InvalidArgument(f"--plot {path}: cannot be written: expected a file in a folder")
+
+
 def plot(points: Sequence[Point], unlimited: float | None, path: str | Path) -> None:
     """Hit rate against the size of the device, a curve for each combination of what else varies.
 
@@ -111,10 +123,10 @@ def plot(points: Sequence[Point], unlimited: float | None, path: str | Path) -> 
         path: ends in .svg or .png.
 
     Raises:
-        InvalidArgument: another ending, no point with a bound, or matplotlib is not installed.
+        InvalidArgument: a name that :func:`check_figure` refuses, no point with a bound, or
+            matplotlib is not installed.
     """
-    if Path(path).suffix not in (".svg", ".png"):
-        raise InvalidArgument(f"--plot {path}: expected a name that ends in .svg or .png")
+    check_figure(path)
     try:
         import matplotlib
         from matplotlib.figure import Figure
