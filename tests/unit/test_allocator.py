@@ -3,9 +3,23 @@
 import pytest
 import torch
 
-from refcache.allocator import PagedTokenToKVPoolAllocator
+from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from refcache.errors import InvalidArgument, RefcacheError
 from refcache.oracle import AllocatorDriver, CacheConfig, Violation, resolve
+from refcache.pool.host_slots import HostSlots
+from refcache.runtime import ImmediateRuntime
+
+
+def test_a_mask_is_no_list_of_slots() -> None:
+    """A mask of booleans would be read as slots 0 and 1."""
+    mask = torch.tensor([True, True])
+    allocator = TokenToKVPoolAllocator(8, torch.float16, "cpu", None)
+    host = HostSlots(8, 2, ImmediateRuntime())
+    for owner in (allocator, host):
+        owner.alloc(8)
+        with pytest.raises(InvalidArgument, match=r"free: torch\.bool"):
+            owner.free(mask)
+        assert owner.available_size() == 0
 
 
 def test_any_free_page_is_a_legal_answer() -> None:

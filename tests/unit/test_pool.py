@@ -25,6 +25,10 @@ def test_rows_are_kept_by_chunks_and_refused_when_short():
     assert pool.alloc([b, c]) == [1, 0]
     with pytest.raises(DoubleFree):
         pool.free(a)
+    for row in (-1, 2, 99):
+        with pytest.raises(DoubleFree):
+            pool.free(SimpleNamespace(req_pool_idx=row))
+    assert pool.available_size() == 0
     stale = SimpleNamespace(req_pool_idx=1)
     pool.free(b)
     with pytest.raises(DoubleFree):

@@ -57,6 +57,18 @@ def test_each_strategy_picks_its_victim(policy):
     assert before - cached(cache) == {VICTIM[policy]}
 
 
+@pytest.mark.parametrize(
+    "slots",
+    [[1.5, 2.7], [[1, 2], [3, 4]], [True, False], [1j, 2j]],
+    ids=["floats", "rows", "mask", "complex"],
+)
+def test_only_slots_are_inserted(slots):
+    cache = make()
+    with pytest.raises(InvalidArgument, match="expected slots, integers"):
+        cache.insert(InsertParams(RadixKey([1, 2]), torch.tensor(slots)))
+    assert not cache.nodes()
+
+
 def test_a_parent_goes_after_its_last_child():
     cache = make()
     insert(cache, [1, 2, 3])

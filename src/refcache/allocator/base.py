@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
+from refcache.reference.alloc import INTEGERS
 from refcache.runtime import ImmediateRuntime, Runtime
 
 
@@ -129,7 +130,7 @@ class BaseTokenToKVPoolAllocator:
             InvalidSlot: a slot of the dummy page, or out of range.
             DoubleFree: a page that is free already, or queued in the open group.
         """
-        if free_index.dim() != 1 or free_index.is_floating_point() or free_index.is_complex():
+        if free_index.dim() != 1 or free_index.dtype not in INTEGERS:
             raise InvalidArgument(
                 f"free: {free_index.dtype} {tuple(free_index.shape)}; expected integers [n]"
             )

@@ -8,6 +8,7 @@ under the lock.
 import torch
 
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
+from refcache.reference.alloc import INTEGERS
 from refcache.runtime import Runtime
 
 
@@ -78,7 +79,7 @@ class HostSlots:
             InvalidSlot: a slot out of range.
             DoubleFree: a slot that is free already, or named twice.
         """
-        if indices.dim() != 1 or indices.is_floating_point() or len(indices) % self.page_size:
+        if indices.dim() != 1 or indices.dtype not in INTEGERS or len(indices) % self.page_size:
             raise InvalidArgument(
                 f"free: {indices.dtype} {tuple(indices.shape)}; expected integers, whole pages"
             )

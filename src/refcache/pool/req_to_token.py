@@ -78,7 +78,7 @@ class ReqToTokenPool:
             DoubleFree: the request has no row, or its row is free already.
         """
         row = req.req_pool_idx
-        if row is None or row in self.free_slots:
+        if row not in range(self.size) or row in self.free_slots:
             raise DoubleFree(f"free of row {row}: the request has no row of this pool")
         self.free_slots.append(row)
         req.req_pool_idx = None

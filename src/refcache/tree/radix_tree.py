@@ -9,6 +9,7 @@ import torch
 from refcache.errors import ForeignNode, InvalidArgument, UnknownName
 from refcache.events import KVCacheEvent
 from refcache.keys import RadixKey
+from refcache.reference.alloc import INTEGERS
 from refcache.tree.insert_plan import Halves, InsertPlan
 from refcache.tree.kv_events import EventLog
 from refcache.tree.node import TreeNode
@@ -185,8 +186,8 @@ class RadixTree:
         ``priority`` None is 0.
 
         Raises:
-            InvalidArgument: a key not in whole pages, a value of another length, or a recurrent
-                state (``mamba_value``), which this tree does not keep.
+            InvalidArgument: a key not in whole pages, a value of another length or that is not
+                integers, or a recurrent state (``mamba_value``), which this tree does not keep.
         """
         if params.mamba_value is not None:
             raise InvalidArgument("insert of a mamba_value: expected None, it would be lost")
@@ -247,6 +248,10 @@ class RadixTree:
             raise InvalidArgument(
                 f"insert of {len(key)} tokens with {len(value)} slots: expected as many, "
                 f"in whole pages of {self.page_size}"
+            )
+        if value.dim() != 1 or value.dtype not in INTEGERS:
+            raise InvalidArgument(
+                f"insert of {value.dtype} {tuple(value.shape)}: expected slots, integers [n]"
             )
         priority = params.priority or 0
         if not isinstance(priority, int):
