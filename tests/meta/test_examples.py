@@ -65,6 +65,13 @@ def test_the_radix_cache_is_found_sound(suite: str) -> None:
     assert code_lines("my_radix_cache") <= 130
 
 
+def test_a_tree_that_shows_no_nodes_is_not_explored(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_suite("tree.explore", resolve("my_radix_cache:MyTarget"))
+    assert (result.verdict, result.reason) == ("skipped", "the target lacks inspect")
+    assert main(["explore", "my_radix_cache:MyTarget", "--scope", "tree.lru"]) == 3
+    assert "skipped: the target lacks inspect" in capsys.readouterr().out
+
+
 def test_a_slip_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its verdict means something: nodes that are never split hold too much."""
     target = resolve("my_radix_cache:MyTarget")

@@ -72,7 +72,7 @@ def explore(
     limits = Limits(programs or None, depth)
     verdicts: list[dict[str, Any]] = []
     for name in chosen:
-        lacking = known.lacks(SCOPES[name].driver.needs)
+        lacking = known.lacks(SCOPES[name].needs)
         if lacking:
             verdicts.append({"scope": name, "verdict": "skipped"})
             _say(as_json, f"{name:<20} skipped: the target lacks {', '.join(lacking)}")

@@ -71,7 +71,7 @@ class Share:
         """The capabilities that it asks of a target."""
         from refcache.oracle.explore import SCOPES
 
-        return frozenset().union(*(SCOPES[name].driver.needs for name in self.programs))
+        return frozenset().union(*(SCOPES[name].needs for name in self.programs))
 
 
 SUITES: dict[str, Suite] = {

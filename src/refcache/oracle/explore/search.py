@@ -57,6 +57,12 @@ class Scope:
     def start(self, target: Target) -> Driver:
         return self.driver(target, **self.config)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The driver's capabilities; of a tree also ``inspect``, which tells states apart."""
+        needs: frozenset[str] = self.driver.needs
+        return needs | {"inspect"} if "tree" in needs else needs
+
 
 class Child(NamedTuple):
     """A state that one move leads to. ``ends``: it is not gone on from."""
