@@ -1,7 +1,7 @@
 """Planted bugs: what the suites must catch, so that their silence means something.
 
 A :class:`PlantedBug` is one patch: an attribute of a reference module or class, and what replaces
-it. The reference has no flag for it. Most model a public bug report of an engine; the others are
+it. The reference has no flag for it. Half model a public bug report of an engine; the others are
 one-line slips of the same kind. A bug counts when a fixed smoke test of 20 calls still passes with
 it (:mod:`refcache.oracle.planted.smoke`), the patched code is executed, and a named rule catches
 it, not an exception.
