@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from document_diagrams import DIAGRAMS, calls_of_a_step  # noqa: E402
 
 MARKS = {
-    "as stated": "it is so here, and a test shows it",
+    "as stated": "the point holds here, and a test shows it; slips of wording are noted below",
     "differs": "it is otherwise here, for the reason given",
-    "accepted, unused": "it is there for callers of SGLang; a test counts that nothing reads it",
+    "accepted, unused": "callers of SGLang may pass it; a test shows that nothing here reads it",
     "refused": "a call is answered by the error that is named",
     "next": "storage and hybrid models, which are to come; what happens today is said",
 }
@@ -89,12 +89,13 @@ def page() -> str:
     parts = [
         "# The document, answered\n",
         NOTE,
-        "refcache follows a walk-through of SGLang's HiCache (578 lines, Chinese, with quoted\n"
-        "code). This page answers it in its own order. Read the document in one window and this\n"
-        "page in the other: each entry has the lines, whether it is so here, what the document\n"
-        "says in our words, where it is (paths without the leading `refcache.`), and the tests\n"
-        "that show it (below `tests/`). To go from a name to its line and place, use the\n"
-        "[source map](source_map.md); for what differs, look for **differs** on this page.\n",
+        "refcache follows a walk-through of SGLang's HiCache, `sglang+hicache` (578 lines,\n"
+        "Chinese, with quoted code). It is not part of this project: line numbers serve who has\n"
+        "it, and each entry says in our words what it is about. The order is the document's. Each\n"
+        "entry has the lines, whether it is so here, where it is (paths without the leading\n"
+        "`refcache.`; `module.function(name)` is a parameter), and the tests that show it (below\n"
+        "`tests/`). To go from a name to its line and place, use the [source map](source_map.md);\n"
+        "for what differs, look for **differs** on this page.\n",
         markdown_table(
             ["mark", "items", "means"],
             [[f"**{mark}**", str(total[mark]), means] for mark, means in MARKS.items()],

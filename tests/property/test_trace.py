@@ -279,7 +279,7 @@ def test_a_violation_before_the_damage_is_a_violation(trace: Trace, tmp_path: Pa
     [
         ("t.jsonl", 0, "the file is empty"),
         ("t.jsonl.zst", 0, "the file is empty"),
-        ("t.jsonl.zst", 60, "the compressed data end before the first line"),
+        ("t.jsonl.zst", 60, "the compressed data end inside a frame"),
     ],
 )
 def test_a_file_without_a_line_says_why(

@@ -77,3 +77,41 @@ def test_tuning_needs_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     message = refused(["tune", "--output", str(tmp_path / "rules.json")], capsys)
     assert "without a CUDA device" in message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["damaged.json", "absent/rules.json", "."])
+def test_tune_refuses_its_file_before_it_measures(
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(say: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
+    monkeypatch.setattr("refcache.controller.tuning.measure", measured)
+    (tmp_path / "damaged.json").write_text("{")
+    line = refused(["tune", "--output", str(tmp_path / where)], capsys)
+    assert "transfer rules in" in line
+    assert [p.name for p in tmp_path.iterdir()] == ["damaged.json"]
+
+
+def test_rules_are_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rules.json"
+    save(path, "mine", RULES[""])
+    before = path.read_bytes()
+
+    def full(self: Path, text: str, encoding: str) -> int:
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InvalidArgument, match="No space left on device"):
+        save(path, "other", RULES[""])
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["rules.json"]

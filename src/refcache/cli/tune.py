@@ -21,7 +21,9 @@ def tune(
     import torch
 
     from refcache.controller import tuning
-    from refcache.pool.transfer_rule import RULES_FILE, save
+    from refcache.pool.transfer_rule import RULES_FILE, save, saved_in
+
+    saved_in(output)  # refused before the work
 
     if not torch.cuda.is_available():
         raise InvalidArgument("tune without a CUDA device: expected one, its rules are measured")

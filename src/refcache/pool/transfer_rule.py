@@ -65,7 +65,8 @@ class TransferPlan(NamedTuple):
 
 Rules = tuple[TransferRule, ...]
 
-# By torch's name of the card; "": any other. Measured by benchmarks/gpu/bench_model.py.
+# By torch's name of the card, measured by benchmarks/gpu/bench_model.py. "": any other card; these
+# are careful guesses from the H200, not measured: `refcache tune` measures.
 RULES: dict[str, Rules] = {
     "NVIDIA H200": (
         TransferRule(to_host=False, io_backend="direct", copy_bytes=64 << 10, min_bytes=1 << 30),
@@ -93,12 +94,36 @@ def card_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
 
 
+def saved_in(path: Path) -> dict[str, Rules]:
+    """The tables in a file that :func:`save` may write to; none where it does not exist yet.
+
+    Raises:
+        InvalidArgument: another file, or no folder to write in.
+    """
+    if path.exists():
+        return _read(path)
+    if not path.absolute().parent.is_dir():
+        raise InvalidArgument(f"transfer rules in {path}: expected a file in a folder that exists")
+    return {}
+
+
 def save(path: Path, card: str, rules: Iterable[TransferRule]) -> None:
-    """Write a table; the tables of other cards in the file stay."""
-    tables = _read(path) if path.exists() else {}
-    tables[card] = tuple(rules)
+    """Write a table; the tables of other cards in the file stay. Written whole or not at all.
+
+    Raises:
+        InvalidArgument: as :func:`saved_in`, or it cannot be written.
+    """
+    tables = {**saved_in(path), card: tuple(rules)}
     text = {name: [asdict(rule) for rule in table] for name, table in tables.items()}
-    path.write_text(json.dumps(text, indent=1) + "\n", "utf-8")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            part.write_text(json.dumps(text, indent=1) + "\n", "utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"transfer rules in {path}: {error.strerror}") from None
 
 
 @cache

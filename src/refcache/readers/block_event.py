@@ -58,7 +58,10 @@ class EventBatch(NamedTuple):
         source: who published it (topic, worker), or None.
         seq: its number, one more than that of the batch before from the same source; or None.
         from_zero: numbers of this form start at 0, so a larger first one means a late joiner.
-        form: the name of the form; ``engine`` of the engine where the form tells it.
+        form: the name of the form.
+        engine: that the form or a field tells, or None.
+        events: in order.
+        wrap: the batch's other fields, so that it can be written again; None: it has none.
     """
 
     line: int

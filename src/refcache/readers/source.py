@@ -17,6 +17,8 @@ from refcache.errors import InvalidTrace
 
 MAX_LINE = 2**24  # bytes
 PACKED = 2**8  # compressed bytes at a time: a block of four can stand for 128 KiB
+DAMAGE = (OSError, EOFError, zlib.error, zstandard.ZstdError)
+"""What reading a compressed or a failing file raises."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 SHOWN = 60  # characters of a value in a message
 
@@ -100,7 +102,7 @@ class Source:
         """``read()``, where what the decompressor or the disk says becomes our error."""
         try:
             return read()
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        except DAMAGE as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise self.refuse(None, f"cannot be read: {reason}") from None
 

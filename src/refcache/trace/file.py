@@ -3,20 +3,19 @@
 What stands in the lines is :mod:`refcache.trace.format`.
 """
 
-import io
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import msgspec
 import zstandard
 
 from refcache.errors import InvalidTrace
-from refcache.readers.source import Source
+from refcache.readers.source import DAMAGE, MAX_LINE, Source, open_source
 from refcache.trace.format import FORMAT, VERSION, End, Header, Line
 
-MAX_LINE = 2**24  # bytes
 FLUSH_EVERY = 64  # lines: what a killed recording loses at most
 
 
@@ -77,29 +76,12 @@ class TraceWriter(Closes):
         self._raw.close()
 
 
-def open_bytes(path: str | Path) -> IO[bytes]:
-    """A file to read, decompressed by its extension.
-
-    Raises:
-        InvalidTrace: it cannot be opened.
-    """
-    try:
-        raw = open(path, "rb")  # noqa: SIM115
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidTrace(path, None, None, f"cannot be read: {reason}") from None
-    if not str(path).endswith(".zst"):
-        return raw
-    stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return io.BufferedReader(stream)
-
-
-def read_lines(path: str | Path, file: IO[bytes]) -> Iterator[bytes | str]:
+def read_lines(file: BufferedIOBase) -> Iterator[bytes | str]:
     """The lines of a file; a string is the damage that ends it."""
     while True:
         try:
             raw = file.readline(MAX_LINE)
-        except (OSError, zstandard.ZstdError) as error:
+        except DAMAGE as error:
             yield f"cannot be read: {error}"
             return
         if not raw:
@@ -138,8 +120,8 @@ class TraceReader:
     def __init__(self, path: str | Path) -> None:
         self.path = path
         self.damage: str | None = None
-        self._file = open_bytes(path)
-        self._lines = read_lines(path, self._file)
+        self._file = open_source(path)
+        self._lines = read_lines(self._file)
         try:
             self.header = self._read_header()
         except InvalidTrace:
@@ -148,9 +130,7 @@ class TraceReader:
 
     def _read_header(self) -> Header:
         """The first line, which must be a header of this format and version."""
-        packed = str(self.path).endswith(".zst") and Path(self.path).stat().st_size > 0
-        nothing = "the compressed data end before the first line" if packed else "the file is empty"
-        first = next(self._lines, nothing)
+        first = next(self._lines, "the file is empty")
         if isinstance(first, str):
             raise InvalidTrace(self.path, 1, None, first)
         try:
