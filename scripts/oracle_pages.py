@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from refcache.oracle import CHECKS, SENTENCES
-from refcache.oracle.planted import all_bugs
 from refcache.oracle.rules.host import HOST_CHECKS
+from refcache.planted import all_bugs
 from refcache.testing import SUITES
 
 DOCS = Path(__file__).parents[1] / "docs"

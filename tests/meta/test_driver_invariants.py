@@ -27,11 +27,11 @@ from refcache.oracle import (
     resolve,
 )
 from refcache.oracle.ledger.ledger import Ledger
-from refcache.oracle.planted import PlantedBug, find
 from refcache.oracle.program.torch_settings import torch_settings
 from refcache.oracle.rules.events import EventReplay
 from refcache.oracle.rules.violation import without_rules
 from refcache.oracle.target.ops import OpsTarget
+from refcache.planted import PlantedBug, find
 from refcache.reference.alloc_cases import AllocCase
 from refcache.reference.cases import TransferCase
 

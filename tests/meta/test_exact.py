@@ -4,8 +4,8 @@ import pytest
 
 from refcache.errors import UnknownName
 from refcache.oracle import AllocatorDriver, NaiveTarget, TreeDriver, Violation, resolve
-from refcache.oracle.planted import find
 from refcache.peers.releases import unpacked
+from refcache.planted import find
 from refcache.testing import run_suite
 
 

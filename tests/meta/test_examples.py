@@ -42,7 +42,7 @@ def test_the_double_hand_out_is_found_as_the_readme_shows() -> None:
 def test_its_report_runs_from_an_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("refcache.oracle.planted.all_bugs", lambda: ())
+    monkeypatch.setattr("refcache.planted.all_bugs", lambda: ())
     arguments = ["check", "double_handout:MyTarget", "--suite", "allocator", "--json"]
     assert main([*arguments, "--report", str(tmp_path / "report")]) == 1
     row = json.loads(capsys.readouterr().out)["suites"][0]

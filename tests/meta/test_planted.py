@@ -9,9 +9,9 @@ import pytest
 from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import TreeDriver, Violation, resolve
-from refcache.oracle.planted import PlantedBug, all_bugs, find
-from refcache.oracle.planted.smoke import smoke
 from refcache.oracle.rules.violation import switched_off, without_rules
+from refcache.planted import PlantedBug, all_bugs, find
+from refcache.planted.smoke import smoke
 from refcache.testing import Failure, SuiteResult, hunt
 
 ONE_TIER = [bug for bug in all_bugs() if bug.suite.split(".")[0] in ("allocator", "tree", "loop")]

@@ -9,8 +9,8 @@ import pytest
 from environment import environment
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import NaiveAllocator, NaiveTarget, Target, Violation, resolve
-from refcache.oracle.planted import find
 from refcache.oracle.rules.violation import without_rules
+from refcache.planted import find
 from refcache.testing import list_suites, run_suite
 from refcache.testing.machines.base import machine_for
 from refcache.testing.machines.tree import TreeMachine

@@ -23,7 +23,7 @@ from refcache.oracle import (
     Violation,
     resolve,
 )
-from refcache.oracle.planted import find, streams
+from refcache.planted import find, streams
 from refcache.pool.host_slots import HostSlots
 from refcache.runtime import SimulatedRuntime, eager, lazy
 from refcache.testing import hunt

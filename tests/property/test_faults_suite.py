@@ -5,9 +5,9 @@ import torch
 
 from refcache.allocator import TokenToKVPoolAllocator
 from refcache.oracle import HiCacheDriver, Violation, resolve
-from refcache.oracle.planted import all_bugs
 from refcache.oracle.target.naive import NaiveTarget
 from refcache.oracle.target.reference import RefcacheTarget
+from refcache.planted import all_bugs
 from refcache.testing import hunt, run_suite
 
 

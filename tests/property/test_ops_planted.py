@@ -8,7 +8,7 @@ import pytest
 from environment import environment
 from refcache.errors import InvalidArgument
 from refcache.oracle import resolve
-from refcache.oracle.planted import PlantedBug, kernels
+from refcache.planted import PlantedBug, kernels
 from refcache.testing import hunt, run_suite
 
 pytest.importorskip("triton")
@@ -36,7 +36,7 @@ def test_a_bug_whose_line_is_gone_says_so() -> None:
 
 
 def test_a_printed_program_ends_without_a_word_after_the_violation() -> None:
-    program = "from refcache.oracle.planted import plant; plant('kernel-page-in-32-bits')"
+    program = "from refcache.planted import plant; plant('kernel-page-in-32-bits')"
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -15,7 +15,7 @@ from refcache.engine import SamplingParams, TokenizedGenerateReqInput
 from refcache.errors import InvalidArgument
 from refcache.oracle import RanksDriver, Violation, resolve
 from refcache.oracle.drivers.ranks.group import RankGroup
-from refcache.oracle.planted import all_bugs, find
+from refcache.planted import all_bugs, find
 from refcache.runtime import drawn, eager, lazy
 from refcache.testing import hunt, run_suite
 from refcache.tree.consensus import SingleRank, consensus_of

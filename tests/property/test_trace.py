@@ -12,7 +12,7 @@ import pytest
 import refcache
 from refcache.errors import InvalidArgument, InvalidTrace
 from refcache.oracle import HiCacheDriver, TreeDriver, Violation, resolve
-from refcache.oracle.planted import find
+from refcache.planted import find
 from refcache.trace import format as f
 from refcache.trace.file import TraceReader, read_trace, write_trace
 from refcache.trace.judge import judge_lines, judge_trace

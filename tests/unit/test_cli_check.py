@@ -11,7 +11,7 @@ from command_line import refused
 from environment import environment
 from refcache.cli.main import main
 from refcache.cli.workers import Hunt, Run
-from refcache.oracle.planted import all_bugs, find
+from refcache.planted import all_bugs, find
 from refcache.testing import Caught, Failure, SuiteResult
 
 FAILURE = Failure("P1", "a sentence", "some evidence", ("print('shown')",), "the whole text")
@@ -175,7 +175,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "twice.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "twice", raising=False)
-    monkeypatch.setattr("refcache.oracle.planted.all_bugs", lambda: ())
+    monkeypatch.setattr("refcache.planted.all_bugs", lambda: ())
     return tmp_path
 
 

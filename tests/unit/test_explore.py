@@ -20,8 +20,8 @@ from refcache.oracle.explore import (
     select,
 )
 from refcache.oracle.explore.journal import InUse
-from refcache.oracle.planted import find
 from refcache.oracle.target.naive import NaiveTarget, NaiveTree
+from refcache.planted import find
 from refcache.testing.campaign import Plan, one_run
 from refcache.testing.exploration import Task, explore, explore_on, failure_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from refcache.oracle import HiCacheDriver, Violation, resolve
-from refcache.oracle.planted import find
+from refcache.planted import find
 
 
 def driver(**config):

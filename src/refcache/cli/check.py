@@ -65,9 +65,9 @@ def check(
     sys.path.insert(0, os.getcwd())
     if without_edge is not None:
         return _without_edge(target, without_edge)
-    from refcache.oracle.planted import all_bugs, find
     from refcache.oracle.target.config import DEFAULT_PROFILE, check_profile
     from refcache.oracle.target.resolve import resolve
+    from refcache.planted import all_bugs, find
     from refcache.testing.registry import (
         check_write_policy,
         draws_write_policies,

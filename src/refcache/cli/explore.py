@@ -43,9 +43,9 @@ def explore(
     The first program that fails is the shortest that there is. Says what was explored: all, or how
     deep and how many states are left.
     """
-    from refcache.oracle.planted import find
     from refcache.oracle.rules.catalog import SENTENCES
     from refcache.oracle.target.resolve import resolve
+    from refcache.planted import find
 
     sys.path.insert(0, os.getcwd())
     if scope == ["list"]:

@@ -31,7 +31,7 @@ def planted(
     "N of N caught"; the exit code is 1 when one survives. --only-one hunts each a second time with
     that check switched off: a bug that survives is caught by this one check only.
     """
-    from refcache.oracle.planted import all_bugs
+    from refcache.planted import all_bugs
     from refcache.testing import list_suites
 
     bugs: Sequence[Any] = all_bugs()

@@ -48,7 +48,7 @@ class Run(NamedTuple):
         from contextlib import nullcontext
 
         from refcache.oracle import resolve
-        from refcache.oracle.planted import find
+        from refcache.planted import find
         from refcache.testing import run_suite
 
         with find(self.bug).active() if self.bug else nullcontext():
@@ -78,13 +78,13 @@ class Hunt(NamedTuple):
         return True
 
     def died(self) -> Any:
-        from refcache.oracle.planted import find
+        from refcache.planted import find
         from refcache.testing.run import Caught
 
         return Caught(self.bug, "crash", find(self.bug).suite, 0, 0, True, 1, None)
 
     def work(self) -> Any:
-        from refcache.oracle.planted import find
+        from refcache.planted import find
         from refcache.testing import hunt
         from refcache.testing.run import HUNT_EXAMPLES
 

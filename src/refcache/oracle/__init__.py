@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from refcache.oracle.drivers.ranks.driver import RanksDriver
     from refcache.oracle.drivers.streams.driver import StreamsDriver
     from refcache.oracle.drivers.tree.driver import TreeDriver
-    from refcache.oracle.planted import plant
     from refcache.oracle.program.driver import Driver
     from refcache.oracle.rules.catalog import SENTENCES
     from refcache.oracle.rules.check import CHECKS, check_state, violations
@@ -61,7 +60,6 @@ __all__ = [
     "Violation",
     "check_state",
     "inspect_radix",
-    "plant",
     "resolve",
     "violations",
 ]

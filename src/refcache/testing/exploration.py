@@ -29,9 +29,9 @@ from refcache.oracle.explore.search import (
     expansions,
     goes_on,
 )
-from refcache.oracle.planted import find
 from refcache.oracle.program.driver import Call
 from refcache.oracle.rules.violation import without_rules
+from refcache.planted import find
 from refcache.testing.processes import begin, starting
 from refcache.testing.registry import EXPLORED
 from refcache.testing.run import MAX_EXAMPLES, Failure, SuiteResult, explain

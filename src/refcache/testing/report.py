@@ -24,9 +24,9 @@ import torch
 
 import refcache
 from refcache.errors import InvalidArgument, RefcacheError
-from refcache.oracle.planted import taken_back
 from refcache.oracle.program.driver import Driver
 from refcache.oracle.rules.violation import Violation
+from refcache.planted import taken_back
 from refcache.trace import judge_trace, record
 
 REPRO = '''"""{rule}: {evidence}

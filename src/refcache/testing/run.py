@@ -17,10 +17,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from refcache.errors import InvalidArgument, UnknownName
 from refcache.oracle import Driver, Target, Violation, resolve
 from refcache.oracle.explore import SCOPES, Limits, broken, explored
-from refcache.oracle.planted import PlantedBug, active_bugs
 from refcache.oracle.program.shrink import shrink as shrunk
 from refcache.oracle.rules.violation import without_rules
 from refcache.oracle.target.config import check_profile
+from refcache.planted import PlantedBug, active_bugs
 from refcache.testing.draws import without_local_constants
 from refcache.testing.machines.base import DriverMachine, Tally, machine_for
 from refcache.testing.registry import (
@@ -301,7 +301,7 @@ def explain(violation: Violation, driver: Driver | None) -> Failure:
     parts = [str(violation)]
     steps = violation.steps if driver is None else tuple(driver.program())
     for bug in active_bugs():
-        steps = ("from refcache.oracle import plant", f"plant({bug.name!r})", *steps)
+        steps = ("from refcache.planted import plant", f"plant({bug.name!r})", *steps)
     if driver is not None:
         before = driver.replay(driver.calls - 1).describe()
         parts += ["steps:\n" + "\n".join(f"    {line}" for line in steps)]

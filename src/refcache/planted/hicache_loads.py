@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from refcache.oracle.planted.bug import PlantedBug
+from refcache.planted.bug import PlantedBug
 from refcache.types import EvictParams
 
 HIRADIX = "refcache.tree.hiradix_cache:HiRadixCache"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from refcache.oracle.planted.bug import PlantedBug
+from refcache.planted.bug import PlantedBug
 from refcache.types import EvictParams
 
 ENGINE = "refcache.engine"

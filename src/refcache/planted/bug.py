@@ -3,7 +3,7 @@
 A :class:`PlantedBug` is one patch: an attribute of a reference module or class, and what replaces
 it. The reference has no flag for it. Half model a public bug report of an engine; the others are
 one-line slips of the same kind. A bug counts when a fixed smoke test of 20 calls still passes with
-it (:mod:`refcache.oracle.planted.smoke`), the patched code is executed, and a named rule catches
+it (:mod:`refcache.planted.smoke`), the patched code is executed, and a named rule catches
 it, not an exception.
 """
 
@@ -48,7 +48,7 @@ class PlantedBug:
 
     def smoke(self, target: Target) -> None:
         """The calls that must not see the bug; raises if they do."""
-        from refcache.oracle.planted.smoke import smoke
+        from refcache.planted.smoke import smoke
 
         smoke(target)
 

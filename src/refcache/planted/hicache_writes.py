@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from refcache.oracle.planted.bug import PlantedBug
+from refcache.planted.bug import PlantedBug
 
 HIRADIX = "refcache.tree.hiradix_cache:HiRadixCache"
 Function = Callable[..., Any]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from refcache.keys import RadixKey
-from refcache.oracle.planted.bug import PlantedBug
+from refcache.planted.bug import PlantedBug
 from refcache.types import (
     InsertResult,
     MatchPrefixParams,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from refcache.oracle.planted.bug import PlantedBug
+from refcache.planted.bug import PlantedBug
 
 BASE = "refcache.allocator.base:BaseTokenToKVPoolAllocator"
 PAGED = "refcache.allocator.paged:PagedTokenToKVPoolAllocator"

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from refcache.errors import InvalidArgument
-from refcache.oracle.planted.bug import PlantedBug, Use
 from refcache.oracle.target.base import Target
+from refcache.planted.bug import PlantedBug, Use
 
 COPY, PLAN = "refcache_ops.copy.kernel:run", "refcache_ops.copy.plan:_make_plan"
 EXTEND, DECODE = "refcache_ops.alloc_extend.kernel:run", "refcache_ops.alloc_decode.kernel:run"

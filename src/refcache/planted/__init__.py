@@ -1,4 +1,4 @@
-"""The planted bugs by name. See :mod:`refcache.oracle.planted.bug`.
+"""The planted bugs by name. See :mod:`refcache.planted.bug`.
 
 What they are called takes no tensor to know: these modules import PyTorch where a bug is planted.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from refcache.errors import UnknownName
-from refcache.oracle.planted import (
+from refcache.planted import (
     allocator,
     faults,
     hicache_copies,
@@ -21,7 +21,7 @@ from refcache.oracle.planted import (
     ranks,
     streams,
 )
-from refcache.oracle.planted.bug import PlantedBug, Use, active_bugs
+from refcache.planted.bug import PlantedBug, Use, active_bugs
 
 __all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "taken_back"]
 
