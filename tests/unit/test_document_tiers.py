@@ -10,6 +10,7 @@ from refcache.errors import WrongTier
 from refcache.keys import RadixKey
 from refcache.pool import (
     HostTensorAllocator,
+    HybridLinearKVPool,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
     host_pool_for,
@@ -105,6 +106,18 @@ def test_a_pool_without_planes_is_refused():
     allocator = PagedTokenToKVPoolAllocator(32, 2, torch.int64, "cpu", kvcache=object())
     with pytest.raises(WrongTier, match="a object as device pool: expected a KVCache"):
         host_pool_for(allocator.get_kvcache(), ServerArgs(**SIZES))
+
+
+def test_the_controller_takes_the_part_with_kv():
+    """Of a pool for a hybrid model, whose layers have the model's ids."""
+    pool = HybridLinearKVPool(32, torch.int64, 2, 1, 1, [1, 4], False, "cpu", None)
+    allocator = PagedTokenToKVPoolAllocator(32, 2, torch.int64, "cpu", pool)
+    host = host_pool_for(pool.full_kv_pool, ServerArgs(**SIZES))
+    controller = HiCacheController(allocator, host, 2)
+    assert controller.mem_pool_device is pool.full_kv_pool
+    assert controller.layer_num == 2
+    assert pool.full_kv_pool.layer_transfer_counter is controller.layer_done_counter
+    assert pool.layer_transfer_counter is None  # or a getter would wait twice
 
 
 def test_a_counter_starts_with_no_load():

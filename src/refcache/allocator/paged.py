@@ -74,6 +74,24 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 that differ, or a ``last_loc`` that is not at the offset of token ``prefix - 1``
                 (the last is checked on CPU tensors only: reading a device tensor would wait).
         """
+        batch = prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc
+        return self._take(
+            self.pages_to_extend(*batch, extend_num_tokens),
+            lambda free: self.ops.alloc_extend(
+                prefix_lens, seq_lens, last_loc, free, self.page_size, extend_num_tokens
+            ),
+        )
+
+    def pages_to_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> int:
+        """How many pages :meth:`alloc_extend` of the same arguments takes; its refusals too."""
         self._check_batch(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc)
         before, after = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
         if any(not 0 <= b <= a for b, a in zip(before, after, strict=True)):
@@ -85,26 +103,27 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         if growth != extend_num_tokens:
             raise InvalidArgument(f"{extend_num_tokens=}: the lengths grow by {growth} in all")
         self._check_last_loc(last_loc, prefix_lens_cpu)
-        return self._take(
-            new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size),
-            lambda free: self.ops.alloc_extend(
-                prefix_lens, seq_lens, last_loc, free, self.page_size, extend_num_tokens
-            ),
-        )
+        return new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         """One slot a request, for its token ``seq_lens[i] - 1``. Contract as ``alloc_extend``."""
+        return self._take(
+            self.pages_to_decode(seq_lens, seq_lens_cpu, last_loc),
+            lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size),
+        )
+
+    def pages_to_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> int:
+        """How many pages :meth:`alloc_decode` of the same arguments takes; its refusals too."""
         self._check_batch(seq_lens, seq_lens_cpu, last_loc)
         if seq_lens_cpu.numel() and int(seq_lens_cpu.min()) < 1:
             raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
         before = seq_lens_cpu - 1
         self._check_last_loc(last_loc, before)
-        opens = int((before % self.page_size == 0).count_nonzero())
-        return self._take(
-            opens, lambda free: self.ops.alloc_decode(seq_lens, last_loc, free, self.page_size)
-        )
+        return int((before % self.page_size == 0).count_nonzero())
 
     def _check_batch(self, *tensors: torch.Tensor) -> None:
         shape = tensors[0].shape

@@ -37,7 +37,7 @@ from refcache.controller.copy_thread import CopyThread
 from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
 from refcache.errors import CopyFailed, InvalidArgument, RefcacheError, UnknownName, WrongTier
-from refcache.pool import HostKVCache
+from refcache.pool import HostKVCache, HybridLinearKVPool
 from refcache.pool.transfer_rule import TransferPlan
 from refcache.runtime import Flags, Runtime
 from refcache.types import IO_BACKENDS, WRITE_POLICIES
@@ -113,7 +113,8 @@ class HiCacheController:
             self.attach_storage_backend(storage_backend)
         self.runtime: Runtime = runtime or mem_pool_host.runtime
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
-        self.mem_pool_device = token_to_kv_pool_allocator.get_kvcache()
+        pool = token_to_kv_pool_allocator.get_kvcache()
+        self.mem_pool_device = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
         self.mem_pool_host = mem_pool_host
         self.page_size = page_size
         self.tp_group = tp_group

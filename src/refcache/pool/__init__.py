@@ -1,4 +1,4 @@
-"""Who holds bytes: rows of requests, device pools, host pools."""
+"""Who holds bytes: rows of requests, device pools, states, host pools."""
 
 from refcache.pool.device import MHATokenToKVPool, MLATokenToKVPool
 from refcache.pool.host import (
@@ -7,21 +7,31 @@ from refcache.pool.host import (
     MLATokenToKVPoolHost,
     host_pool_for,
 )
+from refcache.pool.hybrid_req_to_token import HybridReqToTokenPool
 from refcache.pool.kv_cache import KVCache, Plane
+from refcache.pool.mamba import BaseLinearStateParams, Mamba2StateDType, MambaPool, StateShape
 from refcache.pool.pinned import HostTensorAllocator, LoadedCudart, alloc_with_host_register
 from refcache.pool.req_to_token import ReqToTokenPool
+from refcache.pool.routed import HybridLinearKVPool, SWAKVPool
 
 __all__ = [
+    "BaseLinearStateParams",
     "HostKVCache",
     "HostTensorAllocator",
+    "HybridLinearKVPool",
+    "HybridReqToTokenPool",
     "KVCache",
     "LoadedCudart",
     "MHATokenToKVPool",
     "MHATokenToKVPoolHost",
     "MLATokenToKVPool",
     "MLATokenToKVPoolHost",
+    "Mamba2StateDType",
+    "MambaPool",
     "Plane",
     "ReqToTokenPool",
+    "SWAKVPool",
+    "StateShape",
     "alloc_with_host_register",
     "host_pool_for",
 ]
