@@ -7,7 +7,8 @@ What counts is what the model feels:
 * a load: the wall time of a prefill whose layers each wait for their rows;
 * a write: how much longer the work beside it takes in all.
 
-:func:`rules_from` makes the rules of these costs. Absolute figures are not kept.
+:func:`rules_from` makes the rules of these costs. Absolute figures are not kept. The first round of
+each way is not timed: it goes into poisoned memory, and every byte of it is compared.
 """
 
 import statistics
@@ -20,6 +21,7 @@ import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator
 from refcache.controller.hicache_controller import HiCacheController
+from refcache.errors import CopyFailed
 from refcache.pool import MHATokenToKVPool, host_pool_for
 from refcache.pool.transfer_rule import Rules, TransferPlan, TransferRule
 from refcache.runtime import CudaRuntime
@@ -63,6 +65,9 @@ def measure(say: Callable[[str], object] = lambda line: None) -> dict[Any, dict[
 
     Args:
         say: told a line a page size.
+
+    Raises:
+        CopyFailed: a way brought other bytes than were there.
     """
     costs: dict[Any, dict[Way, float]] = {}
     cuda: Any = torch.cuda
@@ -72,7 +77,9 @@ def measure(say: Callable[[str], object] = lambda line: None) -> dict[Any, dict[
             rig = _Rig(page, product)
             for to_host, cost in ((False, rig.load), (True, rig.write)):
                 ways = [("direct", 0), *(("kernel", cap) for cap in CAPS)]
-                found = {way: [cost(way) for _ in range(ROUNDS + 1)][1:] for way in ways}
+                for way in ways:
+                    rig.check(way, to_host=to_host)
+                found = {way: [cost(way) for _ in range(ROUNDS)] for way in ways}
                 row = {way: statistics.median(times) for way, times in found.items()}
                 costs[to_host, page * ROW] = row
                 what = "to the host" if to_host else "to the device"
@@ -120,6 +127,41 @@ class _Rig:
     def _force(self, way: Way) -> None:
         plan = TransferPlan(*way, way[0] == "kernel", "tuning")
         self.host.plan_transfer = lambda *_, **__: plan  # type: ignore[method-assign]
+
+    def check(self, way: Way, *, to_host: bool) -> None:
+        """Move random rows this way once, into poisoned memory, and compare every byte.
+
+        Raises:
+            CopyFailed: they differ.
+        """
+        self._force(way)
+        planes = [plane.buffer.view(torch.int16) for plane in self.pool.planes]
+        hosts = [plane.view(torch.int16) for plane in self.host.planes]
+        for source, target in zip(*((planes, hosts) if to_host else (hosts, planes)), strict=True):
+            source.random_(-30000, 30000)
+            target.fill_(0x5A5A)
+        slots: Any
+        host_slots: Any
+        if to_host:
+            slots = self.allocator.alloc(TOKENS)
+            host_slots = self.controller.write(slots)
+        else:
+            host_slots = self.host.alloc(TOKENS)
+            slots = self.controller.load(host_slots)
+            self.controller.start_loading()
+        self.controller.wait_for_copies()
+        torch.cuda.synchronize()
+        where = host_slots.cpu()
+        for plane, host in zip(planes, hosts, strict=True):
+            for layer in range(LAYERS):
+                if not torch.equal(host[layer][where], plane[layer][slots].cpu()):
+                    raise CopyFailed(
+                        f"{way[0]}, {way[1] or 'no'} programs, "
+                        f"{'to the host' if to_host else 'to the device'}: layer {layer} differs"
+                    )
+        self.controller.reset()
+        self.controller.evict_host(host_slots)
+        self.controller.evict_device(slots)
 
     def load(self, way: Way) -> float:
         """Milliseconds of a prefill that loads."""
