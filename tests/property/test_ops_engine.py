@@ -36,7 +36,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def ops() -> SimpleNamespace:
     def backup_all_layer(*args: Any, max_programs: int) -> None:
         copies = engine.list_copies(*args)
-        for layer in range(len(copies.on_host)):
+        for layer in range(copies.layer_num):
             copies.issue(layer, to_host=True)
 
     def load_per_layer(*args: Any, max_programs: int) -> None:
