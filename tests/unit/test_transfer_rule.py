@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from command_line import refused
-from refcache.controller.tuning import rules_from
+from refcache.controller.tuning import ENGINE, Cost, Moved, Way, rules_from
 from refcache.errors import InvalidArgument
 from refcache.pool import transfer_rule
 from refcache.pool.transfer_rule import RULES, RULES_FILE, TransferRule, rules_for, save
@@ -54,19 +54,28 @@ def test_a_file_that_is_none_is_refused_by_name(text: str, tmp_path: Path) -> No
             rules_for("card")
 
 
+WHOLE, SMALL = 2 << 30, 1 << 29
+
+
 def test_rules_are_made_of_what_the_model_felt() -> None:
-    kernel = {("kernel", 1): 9.0, ("kernel", 2): 4.0, ("kernel", 3): 5.0}
+    """At 16 KiB the engine is cheap but slow; with little to move it loses; writes: cap 1."""
+    kernels = {("kernel", 1): Cost(9, 20), ("kernel", 2): Cost(4, 40), ("kernel", 3): Cost(5, 50)}
+
+    def engine(ms: float, gbps: float) -> dict[Way, Cost]:
+        return {ENGINE: Cost(ms, gbps)}
+
     costs = {
-        (False, 4096): {("direct", 0): 50.0, **kernel},
-        (False, 8192): {("direct", 0): 3.0, **kernel},  # a chance: longer copies are worse
-        (False, 16384): {("direct", 0): 8.0, **kernel},
-        (False, 32768): {("direct", 0): 4.0, **kernel},
-        (False, 65536): {("direct", 0): 1.0, **kernel},
-        (True, 4096): {("direct", 0): 50.0, ("kernel", 1): 1.0, ("kernel", 2): 4.0},
-        (True, 65536): {("direct", 0): 2.0, ("kernel", 1): 1.0, ("kernel", 2): 4.0},
+        Moved(False, 65536, WHOLE): engine(3, 54) | kernels,
+        Moved(False, 65536, SMALL): engine(3, 54)
+        | {way: Cost(ms / 4, gbps) for way, (ms, gbps) in kernels.items()},
+        Moved(False, 32768, WHOLE): engine(4, 50),
+        Moved(False, 16384, WHOLE): engine(3, 24),
+        Moved(False, 8192, WHOLE): engine(3, 50),  # by chance: longer copies are worse
+        Moved(True, 65536, WHOLE): engine(2, 50)
+        | {("kernel", 1): Cost(1, 40), ("kernel", 2): Cost(4, 50)},
     }
     assert rules_from(costs) == (
-        TransferRule(False, "direct", copy_bytes=32768),
+        TransferRule(False, "direct", copy_bytes=32768, min_bytes=2 * SMALL),
         TransferRule(False, "kernel", 2),
         TransferRule(True, "kernel", 1),
     )

@@ -1,8 +1,8 @@
 """Measures the transfer rules of the card that is here: ``refcache tune``.
 
-For pages of several sizes, loads and writes of a small pool run beside matrix products and copies
-that stand in for a model, in every way there is: kernels under several caps, and the copy engine.
-What counts is what the model feels:
+Loads and writes of 16,384 tokens of an 8B model's size run beside matrix products and copies that
+stand in for its layers, in every way there is: kernels under several caps, and the copy engine with
+pages of several sizes. What counts is what the model feels:
 
 * a load: the wall time of a prefill whose layers each wait for their rows;
 * a write: how much longer the work beside it takes in all.
@@ -13,9 +13,9 @@ each way is not timed: it goes into poisoned memory, and every byte of it is com
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,66 +27,138 @@ from refcache.pool.transfer_rule import Rules, TransferPlan, TransferRule
 from refcache.runtime import CudaRuntime
 from refcache.types import ServerArgs
 
-PAGES = (4, 8, 16, 32, 64)
-LAYERS, TOKENS, HEADS, WIDTH = 8, 16384, 8, 128
+PAGES = (64, 32, 16, 8, 4)  # falling: where the engine has lost, shorter copies are not tried
+LAYERS, TOKENS, HEADS, WIDTH = 32, 16384, 8, 128
+SMALL = TOKENS // 4
 ROW = HEADS * WIDTH * 2
 CAPS = (1, 2, 3, 4, 6)
 ROUNDS = 3
+STEPS = 120  # of the model beside a write
+LOST, SLOW = 1.5, 0.5  # the engine costs so much more, or has so much less speed: it has lost
 
 Way = tuple[str, int]  # io_backend and cap
-Costs = Mapping[tuple[bool, int], Mapping[Way, float]]  # by direction (to host) and bytes a copy
+ENGINE: Way = ("direct", 0)
+
+
+class Moved(NamedTuple):
+    """What is measured: a direction, the bytes of a copy of the engine, and the bytes in all."""
+
+    to_host: bool
+    copy_bytes: int
+    total: int
+
+
+class Cost(NamedTuple):
+    """What the model felt, in milliseconds, and how fast the rows moved, in GB/s."""
+
+    ms: float
+    gbps: float
+
+
+Costs = Mapping[Moved, Mapping[Way, Cost]]
 
 
 def rules_from(costs: Costs) -> Rules:
-    """The rules for these costs: for each direction the engine's shortest copies, then a cap.
+    """The rules for these costs: for each direction what goes by the engine, then a kernel's cap.
 
-    The engine is taken from the length on from which it costs no more than any kernel; below, the
-    kernel with the cap that costs least for the shortest copies.
+    The engine is taken from the shortest copies on from which it always wins: it costs no more than
+    any kernel and has at least half the speed of the fastest. Where it loses with less to move, it
+    is taken from twice as much on. Else the kernel whose cap costs least.
     """
     rules = []
     for to_host in (False, True):
-        by_length = {n: ways for (way, n), ways in sorted(costs.items()) if way == to_host}
+        some = {moved: ways for moved, ways in costs.items() if moved.to_host == to_host}
+        whole = max(moved.total for moved in some)
+        kernels: dict[int, dict[Way, Cost]] = {}  # by total: the kernels' costs hang on no length
+        for moved, ways in sorted(some.items(), reverse=True):
+            kernels.setdefault(moved.total, {}).update(
+                (way, cost) for way, cost in ways.items() if way != ENGINE
+            )
         start = None
-        for length, ways in reversed(by_length.items()):
-            kernels = min(cost for (name, _), cost in ways.items() if name == "kernel")
-            if ways["direct", 0] > kernels:
-                break
-            start = length
+        for moved, ways in sorted(some.items(), reverse=True):
+            if moved.total == whole and ENGINE in ways:
+                if not _wins(ways[ENGINE], kernels[whole]):
+                    break
+                start = moved.copy_bytes
         if start is not None:
-            rules.append(TransferRule(to_host, "direct", copy_bytes=start))
-        shortest = by_length[min(by_length)]
-        caps = [(cost, cap) for (name, cap), cost in shortest.items() if name == "kernel"]
-        rules.append(TransferRule(to_host, "kernel", max_programs=min(caps)[1]))
+            lost = [
+                moved.total
+                for moved, ways in some.items()
+                if moved.copy_bytes >= start
+                and ENGINE in ways
+                and not _wins(ways[ENGINE], kernels[moved.total])
+            ]
+            least = 2 * max(lost, default=0)
+            rules.append(TransferRule(to_host, "direct", copy_bytes=start, min_bytes=least))
+        cap = min((cost.ms, way[1]) for way, cost in kernels[whole].items())[1]
+        rules.append(TransferRule(to_host, "kernel", max_programs=cap))
     return tuple(rules)
 
 
-def measure(say: Callable[[str], object] = lambda line: None) -> dict[Any, dict[Way, float]]:
-    """The costs, in milliseconds, on the current CUDA device.
+def _wins(engine: Cost, kernels: Mapping[Way, Cost]) -> bool:
+    fastest = max(cost.gbps for cost in kernels.values())
+    return engine.ms <= min(k.ms for k in kernels.values()) and engine.gbps >= SLOW * fastest
+
+
+def measure(say: Callable[[str], object] = lambda line: None) -> dict[Moved, dict[Way, Cost]]:
+    """The costs on the current CUDA device.
 
     Args:
-        say: told a line a page size.
+        say: told a line each for what was moved.
 
     Raises:
         CopyFailed: a way brought other bytes than were there.
     """
-    costs: dict[Any, dict[Way, float]] = {}
+    costs: dict[Moved, dict[Way, Cost]] = {}
     cuda: Any = torch.cuda
+    trying = {False, True}  # directions in which the engine has not lost yet
     with cuda.stream(cuda.Stream()):
         product = _Product()
         for page in PAGES:
+            if page != PAGES[0] and not trying:
+                break
             rig = _Rig(page, product)
-            for to_host, cost in ((False, rig.load), (True, rig.write)):
-                ways = [("direct", 0), *(("kernel", cap) for cap in CAPS)]
-                for way in ways:
-                    rig.check(way, to_host=to_host)
-                found = {way: [cost(way) for _ in range(ROUNDS)] for way in ways}
-                row = {way: statistics.median(times) for way, times in found.items()}
-                costs[to_host, page * ROW] = row
-                what = "to the host" if to_host else "to the device"
-                shown = ", ".join(f"{n} {c or ''} {ms:.2f}" for (n, c), ms in row.items())
-                say(f"{what}, copies of {page * ROW >> 10} KiB, ms: {shown}")
+            for moved in _amounts(page):
+                kernels = [("kernel", cap) for cap in CAPS] if page == PAGES[0] else []
+                engine = [ENGINE] if moved.to_host in trying else []
+                if not kernels + engine:
+                    continue
+                found = {way: rig.cost(way, moved) for way in (*engine, *kernels)}
+                costs[moved] = found
+                shown = ", ".join(
+                    f"{name} {cap or ''} {ms:.2f} at {gbps:.0f} GB/s"
+                    for (name, cap), (ms, gbps) in found.items()
+                )
+                where = "to the host" if moved.to_host else "to the device"
+                say(
+                    f"{where}, {moved.total >> 20} MiB in copies of {moved.copy_bytes >> 10} KiB, "
+                    f"ms: {shown}"
+                )
+                best = {
+                    way: c for m, w in costs.items() if m[::2] == moved[::2] for way, c in w.items()
+                }
+                if engine and moved.total == _total(TOKENS) and _lost(best, found[ENGINE]):
+                    trying.discard(moved.to_host)
             rig.host.release()
     return costs
+
+
+def _total(tokens: int) -> int:
+    return tokens * LAYERS * ROW * 2
+
+
+def _amounts(page: int) -> Iterator[Moved]:
+    for to_host in (False, True):
+        yield Moved(to_host, page * ROW, _total(TOKENS))
+    if page == PAGES[0]:
+        yield Moved(False, page * ROW, _total(SMALL))
+
+
+def _lost(ways: Mapping[Way, Cost], engine: Cost) -> bool:
+    kernels = [cost for way, cost in ways.items() if way != ENGINE]
+    return engine.ms > LOST * min(k.ms for k in kernels) or engine.gbps < SLOW * max(
+        k.gbps for k in kernels
+    )
 
 
 class _Product:
@@ -99,7 +171,7 @@ class _Product:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            for _ in range(4):
+            for _ in range(3):
                 torch.mm(a, b, out=out)
             copy[: 1 << 29].copy_(copy[1 << 29 :])  # a decode is bound by memory
 
@@ -109,12 +181,11 @@ class _Rig:
 
     def __init__(self, page: int, product: _Product) -> None:
         machine = CudaRuntime()
-        size = 2 * TOKENS
         pool = MHATokenToKVPool(
-            size, page, torch.bfloat16, HEADS, WIDTH, LAYERS, "cuda", runtime=machine
+            TOKENS, page, torch.bfloat16, HEADS, WIDTH, LAYERS, "cuda", runtime=machine
         )
         allocator = PagedTokenToKVPoolAllocator(
-            size, page, torch.bfloat16, "cuda", pool, runtime=machine
+            TOKENS, page, torch.bfloat16, "cuda", pool, runtime=machine
         )
         self.pool, self.allocator, self.product = pool, allocator, product
         self.host = host_pool_for(pool, ServerArgs(page_size=page, hicache_ratio=1.1))
@@ -123,81 +194,93 @@ class _Rig:
         allocator.free_pages = allocator.free_pages[mixed]
         pages = self.host.free_slots.view(-1, page)
         self.host.free_slots = pages[torch.randperm(len(pages))].flatten()
+        self.slots: Any = None
+        self.host_slots: Any = None
 
-    def _force(self, way: Way) -> None:
-        plan = TransferPlan(*way, way[0] == "kernel", "tuning")
-        self.host.plan_transfer = lambda *_, **__: plan  # type: ignore[method-assign]
-
-    def check(self, way: Way, *, to_host: bool) -> None:
-        """Move random rows this way once, into poisoned memory, and compare every byte.
+    def cost(self, way: Way, moved: Moved) -> Cost:
+        """The median cost; the bytes are compared first.
 
         Raises:
             CopyFailed: they differ.
         """
-        self._force(way)
+        plan = TransferPlan(*way, way[0] == "kernel", "tuning")
+        self.host.plan_transfer = lambda *_, **__: plan  # type: ignore[method-assign]
+        tokens = moved.total // _total(1)
+        self._check(way, moved, tokens)
+        measure = self._write if moved.to_host else self._load
+        costs = []
+        for _ in range(ROUNDS):
+            ms, took = measure(tokens)
+            costs.append(Cost(ms, moved.total / took / 1e6))
+            self._give_back()
+        return Cost(*(statistics.median(column) for column in zip(*costs, strict=True)))
+
+    def _start(self, tokens: int, *, to_host: bool) -> None:
+        if to_host:
+            self.slots = self.allocator.alloc(tokens)
+            self.host_slots = self.controller.write(self.slots)
+        else:
+            self.host_slots = self.host.alloc(tokens)
+            self.slots = self.controller.load(self.host_slots)
+            self.controller.layer_done_counter.set_consumer(self.controller.start_loading())
+
+    def _give_back(self) -> None:
+        self.controller.reset()
+        self.controller.evict_host(self.host_slots)
+        self.controller.evict_device(self.slots)
+
+    def _check(self, way: Way, moved: Moved, tokens: int) -> None:
         planes = [plane.buffer.view(torch.int16) for plane in self.pool.planes]
         hosts = [plane.view(torch.int16) for plane in self.host.planes]
-        for source, target in zip(*((planes, hosts) if to_host else (hosts, planes)), strict=True):
-            source.random_(-30000, 30000)
-            target.fill_(0x5A5A)
-        slots: Any
-        host_slots: Any
-        if to_host:
-            slots = self.allocator.alloc(TOKENS)
-            host_slots = self.controller.write(slots)
-        else:
-            host_slots = self.host.alloc(TOKENS)
-            slots = self.controller.load(host_slots)
-            self.controller.start_loading()
+        for plane, host in zip(planes, hosts, strict=True):
+            plane.random_(-30000, 30000)
+            if moved.to_host:
+                host.fill_(0x5A5A)
+            else:
+                size = min(host.shape[1], plane.shape[1])
+                host[:, :size].copy_(plane[:, :size])
+                plane.fill_(0x5A5A)
+        self._start(tokens, to_host=moved.to_host)
         self.controller.wait_for_copies()
         torch.cuda.synchronize()
-        where = host_slots.cpu()
+        where = self.host_slots.cuda()
         for plane, host in zip(planes, hosts, strict=True):
             for layer in range(LAYERS):
-                if not torch.equal(host[layer][where], plane[layer][slots].cpu()):
+                if not torch.equal(host[layer].cuda()[where], plane[layer][self.slots]):
                     raise CopyFailed(
                         f"{way[0]}, {way[1] or 'no'} programs, "
-                        f"{'to the host' if to_host else 'to the device'}: layer {layer} differs"
+                        f"{'to the host' if moved.to_host else 'to the device'}: layer {layer} "
+                        "has other bytes than were there"
                     )
-        self.controller.reset()
-        self.controller.evict_host(host_slots)
-        self.controller.evict_device(slots)
+        self._give_back()
 
-    def load(self, way: Way) -> float:
-        """Milliseconds of a prefill that loads."""
-        self._force(way)
-        host_slots: Any = self.host.alloc(TOKENS)
-        slots: Any = self.controller.load(host_slots)
+    def _load(self, tokens: int) -> tuple[float, float]:
+        """Milliseconds of a prefill that loads; the rows take as long."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        self.controller.layer_done_counter.set_consumer(self.controller.start_loading())
+        self._start(tokens, to_host=False)
         for layer in range(LAYERS):
             self.pool.get_key_buffer(layer)
             self.product.graph.replay()
         torch.cuda.synchronize()
-        took = time.perf_counter() - begin
-        self.controller.reset()
-        self.controller.evict_host(host_slots)
-        self.controller.evict_device(slots)
-        return took * 1e3
+        took = (time.perf_counter() - begin) * 1e3
+        return took, took
 
-    def write(self, way: Way) -> float:
-        """Milliseconds that products lose beside a write."""
-        self._force(way)
-        slots: Any = self.allocator.alloc(TOKENS)
-        host_slots: Any = None
+    def _write(self, tokens: int) -> tuple[float, float]:
+        """Milliseconds that steps lose beside a write, and that the write takes."""
         cuda: Any = torch.cuda
-        marks = [cuda.Event(enable_timing=True) for _ in range(120)]
+        marks = [cuda.Event(enable_timing=True) for _ in range(STEPS)]
         torch.cuda.synchronize()
+        begin = 0.0
         for number, mark in enumerate(marks):
             mark.record()
             if number == 10:
-                host_slots = self.controller.write(slots)
+                begin = time.perf_counter()
+                self._start(tokens, to_host=True)
             self.product.graph.replay()
+        self.controller.wait_for_copies()
+        wrote = (time.perf_counter() - begin) * 1e3
         torch.cuda.synchronize()
-        self.controller.reset()
-        self.controller.evict_host(host_slots)
-        self.controller.evict_device(slots)
         took: list[float] = [a.elapsed_time(b) for a, b in pairwise(marks)]
         alone = statistics.median(took[2:10] + took[-20:])
-        return max(0.0, sum(t - alone for t in took[10:]))
+        return max(0.0, sum(t - alone for t in took[10:])), wrote
