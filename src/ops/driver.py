@@ -47,8 +47,9 @@ def wait_flag(
     """Let ``stream`` (the current one by default) wait for a layer of the ``epoch``-th load.
 
     Work issued to the stream afterwards starts once ``layer_flags[layer]`` has reached ``epoch``
-    epochs (see :func:`refcache.reference.load_layers`). The host does not wait. The load must have
-    been issued, or another stream must still be able to issue it: nothing else ends the wait.
+    epochs (see :func:`refcache.reference.load_layers`). The host does not wait. What raises the
+    flag must have been issued: nothing else ends the wait, and a thread that has yet to issue it
+    may stand behind a call that waits for the device with the driver's lock in hand.
 
     Raises:
         InvalidArgument: no such layer, or flags that are not on a CUDA device.

@@ -1,6 +1,9 @@
 """The host tier on a card: pinned pools, both I/O backends, streams of the real machine."""
 
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +212,42 @@ def test_thread_that_fails_lets_nobody_wait(failing, monkeypatch):
     assert controller.failure is None
     assert controller.io_backend == "kernel"
     host.release()
+
+
+DEVICE_CALLS_DURING_A_LOAD = """
+import sys, time, torch
+sys.path.insert(0, {folder!r})
+from test_host_tier import LAYERS, PAGE, TOKENS, rig
+
+machine, pool, allocator, host, controller = rig("layer_first", "direct")
+host_slots = controller.write(allocator.alloc(TOKENS // 2))
+controller.ack_write_queue.pop().finish_event.synchronize()
+raise_flag = machine.raise_flag
+machine.raise_flag = lambda flags, part: (time.sleep(0.05), raise_flag(flags, part))
+cached = torch.empty(2**22, device="cuda")
+registered = torch.empty(2**20)
+torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), 2**22, 0)
+controller.load(host_slots)
+controller.layer_done_counter.set_consumer(controller.start_loading())
+for layer in range(LAYERS):
+    pool.get_key_buffer(layer)
+    del cached
+    torch.cuda.empty_cache()
+    cached = torch.empty(2**22 << layer, device="cuda")
+torch.cuda.cudart().cudaHostUnregister(registered.data_ptr())
+torch.cuda.synchronize()
+assert controller.failure is None
+print("done")
+"""
+
+
+def test_calls_that_wait_for_the_device_end_while_a_load_is_issued():
+    """cudaFree and cudaHostUnregister hold the driver's lock, which the thread needs, and wait."""
+    program = DEVICE_CALLS_DURING_A_LOAD.format(folder=str(Path(__file__).parent))
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout == "done\n", run.stderr
 
 
 def test_start_loading_returns_before_anything_is_listed():

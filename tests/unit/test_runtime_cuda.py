@@ -1,6 +1,7 @@
 """The CUDA machine passes everything on to torch; here on a recording stand-in."""
 
 from contextlib import nullcontext
+from threading import Thread
 
 import pytest
 import torch
@@ -84,6 +85,36 @@ def test_parts_are_one_launch_and_streams_wait_for_the_flags_epoch(monkeypatch):
     assert [name for name, _ in cuda.calls] == ["query", "synchronize"]
     with pytest.raises(InvalidArgument, match="record of a flag"):
         flags.parts[0].record()
+
+
+def test_no_stream_waits_for_a_part_that_the_thread_has_yet_to_issue(monkeypatch):
+    calls, machine = [], CudaRuntime("cpu", FakeCuda())
+    monkeypatch.setattr("refcache_ops.driver.wait_flag", lambda *args: calls.append("wait"))
+    monkeypatch.setattr("refcache_ops.driver.raise_flag", lambda *args: calls.append("raise"))
+    flags = machine.flags(2)
+    machine.expect(flags, "load")
+    waiting = Thread(target=flags.parts[1].wait, daemon=True)
+    waiting.start()
+    machine.raise_flag(flags, 0)
+    waiting.join(0.05)
+    assert (waiting.is_alive(), calls) == (True, ["raise"])
+    machine.raise_flag(flags, 1)
+    waiting.join(10)
+    assert (waiting.is_alive(), calls) == (False, ["raise", "raise", "wait"])
+
+
+def test_part_whose_flag_the_driver_refuses_lets_no_host_thread_wait(monkeypatch):
+    def refused(*args):
+        raise RuntimeError("no flag")
+
+    machine = CudaRuntime("cpu", FakeCuda())
+    monkeypatch.setattr("refcache_ops.driver.raise_flag", refused)
+    monkeypatch.setattr("refcache_ops.driver.wait_flag", lambda *args: None)
+    flags = machine.flags(1)
+    machine.expect(flags, "load")
+    with pytest.raises(RuntimeError, match="no flag"):
+        machine.raise_flag(flags, 0)
+    flags.parts[0].wait()
 
 
 def test_copies_block_the_host_only_into_pageable_memory():

@@ -130,7 +130,8 @@ class Runtime(Protocol):
     def expect(self, flags: Flags, stream: Any) -> None:
         """A new epoch of ``flags`` begins, whose parts a thread will raise on ``stream``.
 
-        From now on no part, nor ``flags.finished``, is done until it was raised, or recorded.
+        From now on no part, nor ``flags.finished``, is done until it was raised, or recorded. On a
+        real machine, who lets a stream wait for a part waits on the host until it was issued.
         """
         ...
 

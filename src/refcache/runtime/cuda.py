@@ -6,6 +6,7 @@ memory, and a stream that waits for one waits until it has reached an epoch. Hos
 and locks are Python's own.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
@@ -24,19 +25,41 @@ class FlagEvent:
     """One part of the last launch that signalled ``flags``.
 
     A stream waits for the part alone. The host cannot see it: it asks, and waits, for the launch.
+
+    No stream waits for a part that a thread has yet to issue: the host waits for that first. Else a
+    call that waits for the device with the driver's lock in hand (``cudaFree``,
+    ``cudaHostUnregister``, the first launch of some kernels) would wait for the flag, and the
+    thread, which must issue it, for the lock.
     """
 
     def __init__(self, flags: Flags, part: int, machine: "CudaRuntime") -> None:
         self._flags = flags
         self._part = part
         self._machine = machine
+        self._issued = threading.Event()
+        self._issued.set()  # a launch issues all parts
+
+    def expect(self) -> None:
+        """From now on the part is not issued until it is raised."""
+        self._issued.clear()
+
+    def raise_flag(self, stream: Any) -> None:
+        """Raise the part behind the work of ``stream``; it counts as issued even if that fails."""
+        try:
+            _driver().raise_flag(self._flags.values, self._part, self._flags.epoch, stream)
+        finally:
+            self._issued.set()
 
     def record(self, stream: Any = None) -> None:
         """Refused: the launch signals."""
         raise InvalidArgument("record of a flag: expected the launch to raise it")
 
     def wait(self, stream: Any = None) -> None:
-        """Let ``stream`` (the current one by default) wait; nothing was launched: no wait."""
+        """Let ``stream`` (the current one by default) wait; nothing was launched: no wait.
+
+        The host waits until the part was issued, if a thread issues it.
+        """
+        self._issued.wait()
         if self._flags.epoch:
             stream = stream or self._machine.current_stream()
             _driver().wait_flag(self._flags.values, self._part, self._flags.epoch, stream)
@@ -86,10 +109,11 @@ class CudaRuntime:
 
     def expect(self, flags: Flags, stream: Any) -> None:
         flags.epoch += 1
-        flags.finished.expect()  # type: ignore[attr-defined]
+        for event in (*flags.parts, flags.finished):
+            event.expect()  # type: ignore[attr-defined]
 
     def raise_flag(self, flags: Flags, part: int) -> None:
-        _driver().raise_flag(flags.values, part, flags.epoch, self.current_stream())
+        flags.parts[part].raise_flag(self.current_stream())  # type: ignore[attr-defined]
 
     def promise(self, stream: Any) -> PromisedEvent:
         event = PromisedEvent(self.Event())
