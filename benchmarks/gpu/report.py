@@ -261,7 +261,7 @@ def main(source: str, target: str) -> None:
     limits = next(row for row in rows if row["name"].startswith("limits"))
     matmul = next(row["ms"] for row in rows if row["name"] == "matmul alone")
     head = {k: v for k, v in found.items() if k != "rows"} | limits | {"matmul": matmul}
-    text = model_text(source.removesuffix(".json") + "-model", Path(target).parent)
+    text = model_text(Path(source).parent, Path(target).parent)
     text += HEAD.format(source=source, **head)
     text += transfers(rows) + beside(rows) + small(rows) + allocation(rows)
     text += calls(json.loads(Path(source.removesuffix(".json") + "-calls.json").read_text()))

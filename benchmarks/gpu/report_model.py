@@ -1,8 +1,7 @@
 """The part of docs/performance.md about transfers beside a model, and its figure.
 
-Made of the results of ``bench_model.py``: ``<prefix>-mha.json`` and ``-mla.json`` (one run each),
-``-mla-before.json`` (with earlier rules),
-``-caps.json`` (kernels under other caps, for the figure) and ``-recipe.json``.
+Made of the latest results of ``bench_model.py``, ``h200-DATE-model-PART.json``: ``mha`` and ``mla``
+(one run each), ``caps`` (kernels under other caps, for the figure) and ``recipe``.
 """
 
 import json
@@ -52,18 +51,15 @@ were over before the call returned.
 NOT_REACHED = """
 What is not reached, and why:
 
-* **16,384 tokens, N = 512, page 64.** Here the load takes longer than the compute, and batched
-  memcpy is ahead by 5 %: its caller lists and issues everything (10 ms of host time) before the
-  model starts, undisturbed, which costs nothing where the model would wait anyhow. The thread does
-  the same while the main thread launches graphs, and both want the driver and Python's lock. With
-  more compute (N = 2,048, 4,096) the thread is ahead by 5 %, as nothing waits for the lists.
-  Kernels come to the same 43 to 44 ms.
-* **16,384 tokens, N = 512, page 16** is 0.5 % behind SGLang's TMA kernel, within what two runs
-  differ.
-* **A write of pages of one token beside a prefill** costs 8 ms at 40 GB/s, where 3.5 ms at 22 GB/s
+* **16,384 tokens, N = 512, pages 64 and 16** are about 1 % behind the best peer. At page 64 that
+  is batched memcpy, whose caller lists and issues everything (17 ms of host time) before the model
+  starts, which costs nothing where the model would wait anyhow; with more compute (N = 2,048,
+  4,096) it is 5 to 8 % behind the thread, which lists layer by layer. At page 16 it is SGLang's TMA
+  kernel, within what two runs differ.
+* **A write of pages of one token beside a prefill** costs 8 ms at 41 GB/s, where 3.5 ms at 22 GB/s
   was asked. Any kernel takes multiprocessors from the matrix products (one or two of 132 cost them
   x1.11 to x1.19 while it runs), so a slower write loses more in all: one program loses 10 ms.
-  SGLang loses 14 ms here. The decode is not bound by multiprocessors and loses 1.07 ms where 1.0
+  SGLang loses 10 ms here. The decode is not bound by multiprocessors and loses 1.06 ms where 1.0
   was asked.
 """
 
@@ -89,13 +85,6 @@ MLA_TEXT = """
 ### MLA
 
 61 layers with one row of 1,152 bytes.
-
-"""
-
-MLA_BEFORE = """
-The rest of the MLA run was made with the rules and the tiles of the version before (kernels of
-three programs with half the bytes in flight for loads from 1 GiB, one program for writes), so its
-kernel rows are not what the rules above would give:
 
 """
 
@@ -299,15 +288,15 @@ def figure(mha: Results, caps: Results, target: Path) -> None:
     plot.savefig(target, metadata={"Date": None})
 
 
-def text(prefix: str, folder: Path) -> str:
+def text(results: Path, folder: Path) -> str:
     """The part of the page; writes the figure into ``folder``."""
     found = {
-        part: json.loads(Path(f"{prefix}-{part}.json").read_text())
-        for part in ("mha", "mla", "mla-before", "caps", "recipe")
+        part: json.loads(max(results.glob(f"h200-*-model-{part}.json")).read_text())
+        for part in ("mha", "mla", "caps", "recipe")
     }
     mha = Results(found["mha"]["rows"])
     figure(mha, Results(found["caps"]["rows"]), folder / "performance-frontier.svg")
-    mla, before = (Results(found[part]["rows"]) for part in ("mla", "mla-before"))
+    mla = Results(found["mla"]["rows"])
     writes = (
         "\n### Writes\n\n16,384 tokens (2.1 GB) beside decode steps (batch 64, bound by memory) or "
         'prefill steps. "Lost"\nis the time that the steps take longer, in all; p50 and p99 are of '
@@ -317,6 +306,6 @@ def text(prefix: str, folder: Path) -> str:
         HEAD.format(**found["mha"], **mha.peak()), FIGURE_TEXT,
         '\n### Loads\n\nIn ms; "host" is the time of `start_loading`.\n\n', mha.loads(),
         writes, mha.writes(), "\n", targets(mha), NOT_REACHED, RULES_TEXT,
-        MLA_TEXT, mla.loads(), MLA_BEFORE, before.loads(), "\n", before.writes(),
+        MLA_TEXT, mla.loads(), "\n", mla.writes(),
         recipe(found["recipe"]["rows"]),
     ))  # fmt: skip
