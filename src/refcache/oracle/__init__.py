@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from refcache.oracle.drivers.hicache.driver import HiCacheDriver
     from refcache.oracle.drivers.loop import LoopDriver
     from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
+    from refcache.oracle.drivers.offload.driver import OffloadDriver
     from refcache.oracle.drivers.ops import OpsDriver
     from refcache.oracle.drivers.ranks.driver import RanksDriver
     from refcache.oracle.drivers.streams.driver import StreamsDriver
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
     from refcache.oracle.target.naive import NaiveTarget, NaiveTree
     from refcache.oracle.target.naive_allocator import NaiveAllocator
+    from refcache.oracle.target.offload.contract import OffloadManager, OffloadTraits
     from refcache.oracle.target.resolve import resolve
     from refcache.oracle.view.state import RequestView, State
     from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
@@ -47,6 +49,9 @@ __all__ = [
     "NaiveTarget",
     "NaiveTree",
     "NodeView",
+    "OffloadDriver",
+    "OffloadManager",
+    "OffloadTraits",
     "OpsDriver",
     "RanksDriver",
     "RequestView",

@@ -126,6 +126,13 @@ class HiCacheSuite(PartSuite):
         self.judge("hicache.faults")
 
 
+class OffloadSuite(PartSuite):
+    """Suites of the part ``offload``."""
+
+    def test_state(self) -> None:
+        self.judge("offload.state")
+
+
 class OpsSuite(PartSuite):
     """Suites of the part ``ops``."""
 

@@ -1,6 +1,13 @@
 """What ``pytest --pyargs refcache.testing`` collects: every suite on ``REFCACHE_TARGET``."""
 
-from refcache.testing.suites import AllocatorSuite, HiCacheSuite, LoopSuite, OpsSuite, TreeSuite
+from refcache.testing.suites import (
+    AllocatorSuite,
+    HiCacheSuite,
+    LoopSuite,
+    OffloadSuite,
+    OpsSuite,
+    TreeSuite,
+)
 
 
 class TestAllocator(AllocatorSuite):
@@ -17,6 +24,10 @@ class TestLoop(LoopSuite):
 
 class TestHiCache(HiCacheSuite):
     """Part ``hicache``."""
+
+
+class TestOffload(OffloadSuite):
+    """Part ``offload``."""
 
 
 class TestOps(OpsSuite):

@@ -2,7 +2,8 @@
 
 Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
 request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
-slots, X copies in flight, Q and B load-back, W writes to the host, Z whole operations.
+slots, X copies in flight, Q and B load-back, W writes to the host, OF offloading managers, Z whole
+operations.
 
 The sentence of a rule about a state stands on its check, in :mod:`refcache.oracle.rules.tree`,
 :mod:`refcache.oracle.rules.pages` and :mod:`refcache.oracle.rules.host`. Rules about one call are
@@ -31,6 +32,14 @@ _SENTENCES: dict[str, str] = {
     "E3": "evict frees less than requested only if nothing unlocked is left",
     "AL1": "new slots are int64; they fill the old last page, then whole new pages, in the order "
     "of the tokens",
+    "OF1": "what is loaded is what was stored under that key, until the load is complete",
+    "OF2": "a key is found when its store is complete, not before, and not after one that failed",
+    "OF3": "a block that is being read is not evicted",
+    "OF4": "a store is refused only without room that could be made, and then changes nothing",
+    "OF5": "a store gets a slot that nobody has, for each key that has none",
+    "OF6": "a block goes only when a store needs its room, and none that the store offers goes",
+    "OF7": "replaying a manager's events gives the keys that are found",
+    "OF8": "of the blocks that may go, the one that was used longest ago goes first",
     "OP1": "a copy leaves the reference's bytes everywhere: in the rows it names, in all others, "
     "and before and behind each buffer",
     "OP2": "an allocation op returns the reference's slots",

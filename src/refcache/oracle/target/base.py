@@ -18,6 +18,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``load_slots``: a load may be asked for while all slots of the layer counter are in use. Without
   it the driver lets those loads finish first: a loop never has more batches in flight;
 * ``exact``: with the same calls it makes the choices of SGLang 0.5.10 (free page, victim);
+* ``offload``: :meth:`Target.offload` makes a manager of keyed blocks in a second tier;
 * ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was;
@@ -32,9 +33,11 @@ from typing import TYPE_CHECKING, Any
 
 from refcache.keys import RadixKey
 from refcache.oracle.target.config import CacheConfig
+from refcache.oracle.target.offload.contract import OffloadTraits
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
+    from refcache.oracle.target.offload.contract import OffloadManager
     from refcache.oracle.view.host import HostView
     from refcache.oracle.view.tree import TreeView
     from refcache.reference.cases import TransferCase
@@ -53,6 +56,7 @@ CAPABILITIES = frozenset(
         "load_slots",
         "exact",
         "faults",
+        "offload",
         "ops",
         "ranks",
         "refuses_misuse",
@@ -75,6 +79,7 @@ class Target:
     """Functions that calls go through and that may fail (hashes, say), as ``module:name``."""
     errors: type[Exception] | tuple[type[Exception], ...] = Exception
     """What a refusal of misuse may raise."""
+    offload_traits = OffloadTraits()
 
     RadixKey: Any = RadixKey
     MatchPrefixParams: Any = MatchPrefixParams
@@ -137,6 +142,14 @@ class Target:
 
     def inspect_host(self, tree: Any) -> "HostView":
         """The host tier of ``tree`` (capability ``hicache``)."""
+        raise NotImplementedError
+
+    def offload(self, config: CacheConfig) -> "OffloadManager":
+        """A fresh manager of ``config.pages`` blocks (capability ``offload``).
+
+        See :mod:`refcache.oracle.target.offload.contract`; what is special about it is said in
+        ``offload_traits``.
+        """
         raise NotImplementedError
 
     def ops(self) -> Any:

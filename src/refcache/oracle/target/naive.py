@@ -21,6 +21,7 @@ from refcache.keys import RadixKey, hash_str_to_int64, page_hashes
 from refcache.oracle.target.base import Target
 from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.naive_allocator import NaiveAllocator
+from refcache.oracle.target.offload.naive import NaiveOffload
 from refcache.oracle.view.tree import NodeView, TreeView
 from refcache.types import (
     DecLockRefResult,
@@ -220,7 +221,7 @@ class NaiveTarget(Target):
 
     name = "naive"
     capabilities = frozenset(
-        {"allocator", "tree", "inspect", "events", "minimal_evict", "refuses_misuse"}
+        {"allocator", "tree", "inspect", "events", "minimal_evict", "refuses_misuse", "offload"}
     )
 
     def allocator(self, config: CacheConfig) -> NaiveAllocator:
@@ -231,6 +232,9 @@ class NaiveTarget(Target):
 
     def tree(self, config: CacheConfig, allocator: Any, req_to_token_pool: Any) -> NaiveTree:
         return NaiveTree(config, allocator, req_to_token_pool)
+
+    def offload(self, config: CacheConfig) -> NaiveOffload:
+        return NaiveOffload(config)
 
     def inspect(self, tree: NaiveTree) -> TreeView:
         """One node a page; its lock count is how many locked prefixes pass through it."""

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from refcache.errors import RefcacheError
 from refcache.oracle.target.base import CAPABILITIES, Target
 from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
+from refcache.oracle.target.offload.contract import USES, OffloadTraits
 from refcache.oracle.target.ops import OPS, interpret_kernels
 from refcache.oracle.view.host import HostView, inspect_hiradix
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.types import CacheInitParams, ServerArgs
 
 LAYERS = 2
+TOKEN_BYTES = 8 * LAYERS * 3
+"""What :class:`~refcache.oracle.target.offload.reference.HostBlocks` keeps of one token."""
 
 
 class RefcacheTarget(Target):
@@ -25,6 +29,7 @@ class RefcacheTarget(Target):
     name = "refcache"
     capabilities = CAPABILITIES if find_spec("triton") else CAPABILITIES - {"ops"}
     errors = RefcacheError
+    offload_traits = OffloadTraits(uses=USES, token_bytes=TOKEN_BYTES)
     inner_steps = ("refcache.tree.kv_events:page_hashes",)
 
     def allocator(self, config: CacheConfig) -> Any:
@@ -100,6 +105,12 @@ class RefcacheTarget(Target):
 
     def inspect_host(self, tree: Any) -> HostView:
         return inspect_hiradix(tree, tree.token_to_kv_pool_host.free_slots)
+
+    def offload(self, config: CacheConfig) -> Any:
+        from refcache.oracle.target.offload.reference import HostBlocks
+
+        one_page = replace(config, size=config.page_size)
+        return HostBlocks(config, lambda pool: self._allocator(one_page, pool, None))
 
     def ops(self) -> Any:
         """The kernels, on the card, or through Triton's interpreter where there is none."""

@@ -45,6 +45,13 @@ def allocator_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
+def offload_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of an offloading manager under test: 2 to 6 blocks of 1 to 4 tokens."""
+    page_size = draw(st.sampled_from(PAGE_SIZES))
+    return {"page_size": page_size, "size": page_size * draw(st.integers(2, 6))}
+
+
+@st.composite
 def tree_configs(draw: st.DrawFn) -> dict[str, Any]:
     """Keywords of a tree under test: 8 to 32 tokens, so that few prompts fit."""
     page_size = draw(st.sampled_from(PAGE_SIZES))

@@ -1,0 +1,1 @@
+"""Offloading managers on trial: the contract ``offload``, the reference and the naive one."""
