@@ -33,6 +33,7 @@ GROUPS = {
     "Copies in flight": ("X1", "X2", "X5", "LIFE"),
     "Load-back": ("Q1", "Q2", "B1"),
     "Writes to the host": ("W1",),
+    "Offloading managers": ("OF1", "OF2", "OF3", "OF4", "OF5", "OF6", "OF7", "OF8"),
     "Whole operations": (
         "Z1",
         "Z2",

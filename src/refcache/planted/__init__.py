@@ -16,6 +16,7 @@ from refcache.planted import (
     hicache_writes,
     kernels,
     loop,
+    offload,
     radix_cache,
     radix_tree,
     ranks,
@@ -36,6 +37,7 @@ PARTS = (
     streams,
     ranks,
     faults,
+    offload,
     kernels,
 )
 _PLANTED = ExitStack()

@@ -56,6 +56,8 @@ def smoke(target: Target) -> None:
     assert allocator.available_size() == 60  # 20
     if "hicache" in target.capabilities:
         hicache_smoke(target)
+    if "offload" in target.capabilities:
+        offload_smoke(target)
 
 
 def hicache_smoke(target: Target) -> None:
@@ -92,3 +94,21 @@ def hicache_smoke(target: Target) -> None:
     assert tree.evict_host(4) == 4  # 18
     assert parts.allocator.available_size() == 64  # 19
     tree.reset()  # 20
+
+
+def offload_smoke(target: Target) -> None:
+    """Two blocks to the host and back, with room to spare.
+
+    Raises:
+        AssertionError: an answer is not the expected one.
+    """
+    manager = target.offload(CacheConfig(page_size=2, size=16))
+    keys = [bytes([0, n]) for n in range(2)]
+    assert manager.lookup(keys) == 0  # 1
+    slots = manager.prepare_store(keys)  # 2
+    assert slots is not None
+    manager.complete_store(keys, True)  # 3
+    assert manager.lookup(keys) == 2  # 4
+    assert list(manager.prepare_load(keys)) == [slots[key] for key in keys]  # 5
+    manager.complete_load(keys)  # 6
+    manager.touch(keys)  # 7

@@ -88,7 +88,7 @@ SUITES: dict[str, Suite] = {
         Suite("hicache.streams", "streams:StreamsMachine", share=0.4),
         Suite("hicache.ranks", "ranks:RanksMachine", share=0.3),
         Suite("hicache.faults", "faults:FaultsMachine", frozenset({"faults"}), 0.2),
-        Suite("offload.state", "offload:OffloadMachine", share=0.4),
+        Suite("offload.state", "offload:OffloadMachine", share=0.18),
         Suite("ops.transfer", "ops:OpsMachine", share=0.1),
     )
 }

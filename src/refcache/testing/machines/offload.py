@@ -33,6 +33,9 @@ class OffloadMachine(DriverMachine):
         self.d.store(keys, tokens)
 
     @rule(keys=keys, ok=st.sampled_from([True, True, True, False]))
+    def store_and_end(self, keys: Any, ok: bool) -> None:
+        self.store_at_once(keys, ok)
+
     def store_at_once(self, keys: Any, ok: bool) -> None:
         """A store that is over before anything else happens."""
         before = len(self.d.bench.stores)
@@ -49,6 +52,29 @@ class OffloadMachine(DriverMachine):
     @rule(keys=keys)
     def load(self, keys: Any) -> None:
         self.d.load(keys)
+
+    @rule(keys=keys, touch=st.booleans())
+    def used_when_room_is_needed(self, keys: Any, touch: bool) -> None:
+        """Of some blocks the first is used again; then all but one must go."""
+        self.store_at_once(keys, True)
+        if touch:
+            self.d.touch(keys[:1])
+        else:
+            before = len(self.d.bench.loads)
+            self.d.load(keys[:1])
+            self.d.loaded(before)
+        self.d.fill(1)
+
+    @rule(keys=keys, first=first)
+    def read_by_two(self, keys: Any, first: int) -> None:
+        """Two loads of the same blocks, of which one is over when room is needed."""
+        self.store_at_once(keys, True)
+        before = len(self.d.bench.loads)
+        self.d.load(keys)
+        self.d.load(keys[::-1])
+        if len(self.d.bench.loads) > before:
+            self.d.loaded(before, first)
+            self.d.fill()
 
     @precondition(lambda self: self.d.bench.loads)
     @rule(job=index, first=first)

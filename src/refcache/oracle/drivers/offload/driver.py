@@ -3,13 +3,14 @@
 Keys are small numbers in a program. A job is named by its number among those that are open.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from refcache.oracle.drivers.offload.bench import OffloadBench
 from refcache.oracle.program.driver import Driver, step
 
 FRESH = 1 << 10
-"""Keys that no program names: what :meth:`OffloadDriver.fill` stores."""
+"""From here on: keys that no program names, for :meth:`OffloadDriver.fill`."""
 
 
 class OffloadDriver(Driver):
@@ -69,12 +70,13 @@ class OffloadDriver(Driver):
             self.bench.reset()
 
     @step
-    def fill(self) -> None:
-        """Store new keys in every slot that can be had: so many there must be, and no more."""
-        count = self.bench.free + len(self.bench.idle())
+    def fill(self, left: int = 0) -> None:
+        """Store new keys until ``left`` of the blocks that may go are there: no more, no less."""
+        count = self.bench.free + len(self.bench.idle()) - left
         if not self.bench.traits.tiers:
             self._fill(count)
-            self.bench.prepare_store([self._fresh()], [self.config.page_size])
+            if left == 0:
+                self.bench.prepare_store([next(self._fresh())], [self.config.page_size])
             self._all_over()
 
     @step
@@ -101,12 +103,14 @@ class OffloadDriver(Driver):
         """Offer ``count`` new keys, as many at once as may be."""
         batch = self.bench.traits.batch or count
         while count > 0:
-            keys = [self._fresh() + i for i in range(min(batch, count))]
+            keys = list(itertools.islice(self._fresh(), min(batch, count)))
             self.bench.prepare_store(keys, [self.config.page_size] * len(keys))
             count -= len(keys)
 
-    def _fresh(self) -> int:
-        return max(FRESH, *self.bench.known, FRESH) + 1 if self.bench.known else FRESH
+    def _fresh(self) -> Iterator[int]:
+        """Keys that no program names and that are not there now."""
+        bench = self.bench
+        return (k for k in itertools.count(FRESH) if k not in bench.stored | bench.storing)
 
     @staticmethod
     def _ends(jobs: list[list[int]], job: int, first: int) -> list[int]:
