@@ -62,6 +62,10 @@ class LockUnderflow(RefcacheError, RuntimeError):
     """``dec_lock_ref`` on a node that nobody holds."""
 
 
+class AmbiguousSize(RefcacheError, NotImplementedError):
+    """A tree with several kinds of memory was asked for one size; each kind has its own."""
+
+
 class ForeignNode(RefcacheError, ValueError):
     """A node that does not belong to this tree (another tree's, or removed from it)."""
 

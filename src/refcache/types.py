@@ -178,7 +178,15 @@ class ServerArgs:
 
 @dataclass
 class CacheInitParams:
-    """Constructor arguments of every tree cache; the last three are refcache's own."""
+    """Constructor arguments of every tree cache; the last four are refcache's own.
+
+    Attributes:
+        enable_mamba_extra_buffer: requests keep snapshots of their state in slots of their own, at
+            ``mamba_last_track_seqlen`` tokens (``MambaRadixCache``).
+        sliding_window_size: how many tokens a window layer looks back (``SWARadixCache``).
+        mamba_cache_chunk_size: prefills can leave a state at multiples of so many tokens; None:
+            the larger of 64 and the page size.
+    """
 
     disable: bool
     req_to_token_pool: Any
@@ -199,11 +207,12 @@ class CacheInitParams:
     clock: Clock | None = None
     hit_policy: str = "per_visit"
     runtime: "Runtime | None" = None
+    mamba_cache_chunk_size: int | None = None
 
 
 @dataclass
 class MatchPrefixParams:
-    """``req`` and ``cow_mamba`` are accepted for callers written for SGLang; nothing reads them."""
+    """``cow_mamba``: copy the state that was found for ``req``; of no meaning to a plain tree."""
 
     key: RadixKey
     cow_mamba: bool = False
@@ -218,6 +227,7 @@ class MatchResult(NamedTuple):
             stay valid until the next ``evict``, unless ``last_device_node`` is locked.
         last_device_node, last_host_node: handles; the same one without a host tier.
         host_hit_length: tokens beyond ``device_indices`` that are only on the host.
+        mamba_branching_seqlen: KV was found of at least so many tokens, where a state is missing.
     """
 
     device_indices: "torch.Tensor"
@@ -234,8 +244,10 @@ class InsertParams:
 
     Attributes:
         value: int64 device slots, one a key element.
-        mamba_value: must be None; ``prev_prefix_len``, ``swa_evicted_seqlen``: of no meaning to a
-            tree without a sliding window, as in SGLang.
+        mamba_value: the slot of the state after the key, int64 ``[1]``; None for a tree without
+            states.
+        prev_prefix_len, swa_evicted_seqlen: of no meaning to a plain tree, as in SGLang; else the
+            tokens whose slots are the tree's already, and those whose window slots are gone.
         chunked: made by a prefill that goes on.
         priority: None is 0, as in SGLang.
         counted_len: tokens of the key that a hit of the same request has counted already (read

@@ -1,6 +1,7 @@
 """The prefix trees: which KV is cached where, what is locked, what goes first."""
 
 from refcache.tree.hiradix_cache import HiRadixCache
+from refcache.tree.mamba_radix_cache import MambaRadixCache
 from refcache.tree.node import TreeNode
 from refcache.tree.radix_cache import RadixCache
 from refcache.tree.strategies import (
@@ -13,6 +14,7 @@ from refcache.tree.strategies import (
     PriorityStrategy,
     SLRUStrategy,
 )
+from refcache.tree.swa_radix_cache import SWARadixCache
 
 __all__ = [
     "EvictionStrategy",
@@ -22,8 +24,10 @@ __all__ = [
     "LFUStrategy",
     "LRUStrategy",
     "MRUStrategy",
+    "MambaRadixCache",
     "PriorityStrategy",
     "RadixCache",
     "SLRUStrategy",
+    "SWARadixCache",
     "TreeNode",
 ]

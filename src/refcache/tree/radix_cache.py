@@ -98,11 +98,16 @@ class RadixCache(RadixTree):
         evicted = 0
         while evicted < params.num_tokens and heap:
             node = heapq.heappop(heap)[2]
-            parent = node.parent
-            evicted += self._evict_leaf(node)
+            freed, parent = self._evict_upwards(node)
+            evicted += freed
             if parent in self.evictable_leaves:
                 heapq.heappush(heap, self._heap_entry(parent))
         return EvictResult(num_tokens_evicted=evicted)
+
+    def _evict_upwards(self, leaf: TreeNode) -> tuple[int, TreeNode | None]:
+        """Evict a leaf; returns how many tokens, and the node above that may be a leaf now."""
+        parent = leaf.parent
+        return self._evict_leaf(leaf), parent
 
     def _evict_leaf(self, node: TreeNode) -> int:
         """Free a leaf's device slots and drop it; returns how many."""
@@ -173,25 +178,25 @@ class RadixCache(RadixTree):
             req.prefix_indices = slots
             return
         key = self._cache_key(req, len(req.fill_ids))
-        plan = self._plan_row(req, key, slots, chunked)
-        kept, start = len(key), req.cache_protected_len
+        self._cache_row(req, slots, self._plan_row(req, key, slots, chunked))
+
+    def _cache_row(self, req: CacheReq, slots: torch.Tensor, plan: InsertPlan) -> None:
+        """Insert the first part of a row, which the request shares with the tree from then on."""
+        kept, start = len(plan.params.key), req.cache_protected_len
         prefix_indices = torch.cat([*plan.slots(), slots[kept:]])
         cells = (req.req_pool_idx, slice(start, kept))
-        own, duplicates = slots[start:kept], slots[start : plan.resident]
-        self._locked_path(req.last_node)
+        own, duplicates = slots[start:kept], plan.given_up(slots, start)
+        self._check_lock(req)
         with ExitStack() as undo:
             self.req_to_token_pool.write(cells, prefix_indices[start:kept])
             undo.callback(self.req_to_token_pool.write, cells, own)
             self._free(duplicates)
             undo.pop_all()
         self._insert_helper(plan)
-        last_node = plan.leaf or (plan.path[-1] if plan.path else self.root_node)
-        self.inc_lock_ref(last_node)
-        self.dec_lock_ref(req.last_node)
-        req.last_node = last_node
+        self._hold(req, plan.last or self.root_node)
         req.cache_protected_len = kept
         req.prefix_indices = prefix_indices
-        if not chunked:
+        if not plan.params.chunked:
             req.cache_counted_len = kept
 
     def cache_finished_req(self, req: CacheReq, is_insert: bool = True) -> None:
@@ -209,21 +214,21 @@ class RadixCache(RadixTree):
             if not asked:
                 req.pop_committed_kv_cache()
             return
-        key = self._cache_key(req, committed)
+        key, start = self._cache_key(req, committed), req.cache_protected_len
         plan = None
-        given_up = len(key)
+        given_up = slots[start : len(key)]
         if is_insert and not self.disable_finished_insert:
             plan = self._plan_row(req, key, slots, chunked=False)
-            given_up = plan.resident
-        self._locked_path(req.last_node)
-        duplicates, tail = slots[req.cache_protected_len : given_up], slots[len(key) :]
-        self._free(duplicates)
+            given_up = plan.given_up(slots, start)
+        self._check_lock(req)
+        tail = slots[max(len(key), start) :]
+        self._free(given_up)
         self._free(tail)  # apart, as in SGLang: the tail's page is used next
         if not asked:
             req.pop_committed_kv_cache()
         if plan is not None:
             self._insert_helper(plan)
-        self.dec_lock_ref(req.last_node)
+        self._let_go(req)
 
     def _row(self, req: CacheReq, length: int) -> torch.Tensor:
         slots: torch.Tensor = self.req_to_token_pool.read(req.req_pool_idx, slice(0, length))
@@ -236,15 +241,33 @@ class RadixCache(RadixTree):
     def _plan_row(
         self, req: CacheReq, key: RadixKey, slots: torch.Tensor, chunked: bool
     ) -> InsertPlan:
-        return self._plan_insert(
-            InsertParams(
-                key=key,
-                value=slots[: len(key)],
-                chunked=chunked,
-                priority=req.priority or 0,
-                counted_len=getattr(req, "cache_counted_len", 0),
-            )
+        return self._plan_insert(self._row_params(req, key, slots[: len(key)], chunked))
+
+    def _row_params(
+        self, req: CacheReq, key: RadixKey, value: torch.Tensor, chunked: bool
+    ) -> InsertParams:
+        return InsertParams(
+            key=key,
+            value=value,
+            prev_prefix_len=req.cache_protected_len,
+            chunked=chunked,
+            priority=req.priority or 0,
+            counted_len=getattr(req, "cache_counted_len", 0),
         )
+
+    def _check_lock(self, req: CacheReq) -> None:
+        """Refuse a request that does not hold what it says."""
+        self._locked_path(req.last_node)
+
+    def _hold(self, req: CacheReq, node: TreeNode) -> IncLockRefResult:
+        """The request holds ``node`` from now on, and what it held before no more."""
+        held = self.inc_lock_ref(node)
+        self._let_go(req)
+        req.last_node = node
+        return held
+
+    def _let_go(self, req: CacheReq) -> None:
+        self.dec_lock_ref(req.last_node)
 
     # ---- a host tier would answer these; one tier has nothing to do ------------------------------
 

@@ -4,13 +4,15 @@ A radix tree over page-aligned keys. :class:`refcache.tree.radix_cache.RadixCach
 does with it: locks, eviction, requests.
 """
 
+from dataclasses import replace
+
 import torch
 
 from refcache.errors import ForeignNode, InvalidArgument, UnknownName
 from refcache.events import KVCacheEvent
 from refcache.keys import RadixKey
 from refcache.reference.alloc import INTEGERS
-from refcache.tree.insert_plan import Halves, InsertPlan
+from refcache.tree.insert_plan import Halves, InsertPlan, MatchPlan
 from refcache.tree.kv_events import EventLog
 from refcache.tree.node import TreeNode
 from refcache.types import (
@@ -35,6 +37,8 @@ class RadixTree:
         UnknownName: a hit policy that does not exist.
         InvalidArgument: page size below 1, or a time to live.
     """
+
+    node_class = TreeNode
 
     def __init__(self, params: CacheInitParams) -> None:
         if params.page_size < 1:
@@ -64,7 +68,7 @@ class RadixTree:
         self._plant(self._new_root())
 
     def _new_root(self) -> TreeNode:
-        root = TreeNode(0, now=self.clock(), key=RadixKey([]))
+        root = self.node_class(0, now=self.clock(), key=RadixKey([]))
         root.value = torch.empty(0, dtype=torch.int64)
         root.hash_value = []
         root.lock_ref = 1
@@ -226,17 +230,34 @@ class RadixTree:
         return path, common, key
 
     def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[torch.Tensor, TreeNode]:
-        path, common, _ = self._walk(node, key)
-        values = [child.value for child in path if child.value is not None]
-        if path and path[-1].value is not None:
-            values[-1] = values[-1][:common]
-        slots = torch.cat(values) if values else self._no_slots()
+        return self._match(self._plan_match(node, key))
+
+    def _plan_match(self, node: TreeNode, key: RadixKey) -> MatchPlan:
+        """Where ``key`` leads from ``node``, with nothing changed yet."""
+        entered, common, _ = self._walk(node, key)
         now = self.clock()
-        halves = self._halve(path[-1], common) if path else None
-        for step in (node, *path):
-            step.last_access_time = now
-        last = path[-1] if path else node
-        return slots, last if halves is None else self._split_node(halves)
+        halves = self._halve(entered[-1], common) if entered else None
+        path = entered if halves is None else [*entered[:-1], halves.upper]
+        found = self._usable(path)
+        values = [step.value for step in found if step.value is not None]
+        slots = torch.cat(values) if values else self._no_slots()
+        return MatchPlan(now, halves, [node, *entered], path, found, slots)
+
+    def _match(self, plan: MatchPlan) -> tuple[torch.Tensor, TreeNode]:
+        """Carry a plan out; returns the slots, and the last node that was found."""
+        if plan.halves is not None:
+            self._split_node(plan.halves)
+        self._refresh(plan.entered, plan.found, plan.now)
+        return plan.slots, plan.found[-1] if plan.found else plan.entered[0]
+
+    def _usable(self, path: list[TreeNode]) -> list[TreeNode]:
+        """The part of a path behind whose end a request can go on: all, if KV is what it needs."""
+        return path
+
+    def _refresh(self, entered: list[TreeNode], found: list[TreeNode], now: float) -> None:
+        """A key has entered these nodes, and found some of them: all that it entered are recent."""
+        for node in entered:
+            node.last_access_time = now
 
     def _plan_insert(self, params: InsertParams) -> InsertPlan:
         """Everything an insert needs, with nothing changed yet. Raises as :meth:`insert`."""
@@ -273,7 +294,8 @@ class RadixTree:
                 path[-1] if path else self.root_node, rest, value[start:], priority
             )
         self.events.prepare([*path, *([leaf] if leaf else [])])
-        return InsertPlan(params, priority, now, halves, path, own, leaf)
+        params = replace(params, key=key)
+        return InsertPlan(params, priority, now, halves, path, own, leaf, value)
 
     def _insert_helper(self, plan: InsertPlan) -> int:
         """Carry a plan out; returns how many tokens were on the device before."""
@@ -281,9 +303,9 @@ class RadixTree:
         entered = plan.path
         if plan.halves is not None:
             entered = [*plan.path[:-1], plan.halves.child]
+        self._refresh([self.root_node, *entered], entered, plan.now)
+        if plan.halves is not None:
             self._split_node(plan.halves)
-        for node in (self.root_node, *entered):
-            node.last_access_time = plan.now
         for node in (self.root_node, *plan.path):
             node.priority = max(node.priority, priority)
         resident = done = 0
@@ -364,7 +386,7 @@ class RadixTree:
     # ---- helpers -------------------------------------------------------------------------------
 
     def _new_node(self, key: RadixKey, priority: int = 0) -> TreeNode:
-        node = TreeNode(self._next_id, priority, self.clock(), key)
+        node = self.node_class(self._next_id, priority, self.clock(), key)
         self._next_id += 1
         return node
 
