@@ -26,6 +26,7 @@ BlockSizeOption = Annotated[
 TokenizerOption = Annotated[
     str | None, typer.Option(help="For text: a tokenizer.json or a name; else bytes are tokens.")
 ]
+PREFILL_RATE, STEP_MS = 20_000, 20  # of an 8B model on a large card, roughly
 TOKEN_BYTES = 32  # K, V, and an entry of the free list while it is copied; 8 bytes each
 
 
@@ -38,7 +39,12 @@ def replay(
     device_tokens: Annotated[
         str, typer.Option(metavar="N|unlimited", help="Size of the device pool in tokens.")
     ] = "3000000",
-    policy: Annotated[str, typer.Option(help="Eviction strategy, or pkg.module:Class.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="Strategy: a name, ttl=S, retain=S, pin=N, or pkg.module:Class.")
+    ] = "lru",
+    target: Annotated[
+        str | None, typer.Option(help="A tree cache of one's own, as refcache check takes it.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
     serial: Annotated[bool, typer.Option("--serial", help="One request at a time.")] = False,
     no_decode: Annotated[bool, typer.Option("--no-decode", help="Prefills only.")] = False,
@@ -47,6 +53,15 @@ def replay(
         float | None, typer.Option(help="Host tokens / device tokens; without it, no host tier.")
     ] = None,
     write_policy: Annotated[str, typer.Option(help="When KV goes to the host.")] = "write_through",
+    arrivals: Annotated[
+        bool, typer.Option("--arrivals", help="Requests come at their times; idle gaps count.")
+    ] = False,
+    prefill_rate: Annotated[
+        float, typer.Option(help="With --arrivals: tokens a second of prefills.")
+    ] = PREFILL_RATE,
+    step_ms: Annotated[
+        float, typer.Option(help="With --arrivals: a step's time beside.")
+    ] = STEP_MS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     form: FormatOption = None,
     block_size: BlockSizeOption = None,
@@ -63,6 +78,8 @@ def replay(
 
     Prints hits, evictions, tokens computed, checks made and the time.
     """
+    if not arrivals and (prefill_rate, step_ms) != (PREFILL_RATE, STEP_MS):
+        raise InvalidArgument("--prefill-rate, --step-ms: expected --arrivals beside them")
     if plot is not None and not sweep:
         raise InvalidArgument("--plot: expected --sweep device-tokens=N,N,... beside it")
     from refcache.replay.config import ReplayConfig
@@ -76,6 +93,10 @@ def replay(
         check=check,
         host_ratio=host_ratio,
         write_policy=write_policy,
+        target=None if target == "refcache" else target,
+        arrivals=arrivals,
+        prefill_rate=prefill_rate,
+        step_ms=step_ms,
     )
     read = read_requests(
         trace, format=form, block_size=block_size, limit=limit, tokenizer=tokenizer
@@ -180,5 +201,10 @@ def _lines(result: Any, bound: PrefixBound) -> Iterator[str]:
     rows = f"{result.rows_checked:,} KV rows compared"
     if not result.kv_kept:
         rows = "no KV bytes are kept without a bound on the device, so no row was compared"
-    yield f"checks     {rows}; every rule {result.states_checked:,} times; no violation"
+    rules = f"every rule {result.states_checked:,} times"
+    if not result.states_checked:
+        rules = "sums after each step (no nodes are shown)" if result.rows_checked else "no rule"
+    yield f"checks     {rows}; {rules}; no violation"
+    if result.trace_seconds:
+        yield f"arrivals   {result.trace_seconds:,.0f} s of the trace's time"
     yield f"time       {result.seconds:.1f} s"

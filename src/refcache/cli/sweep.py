@@ -17,11 +17,11 @@ class Replayed(NamedTuple):
     config: ReplayConfig
 
     def __str__(self) -> str:
-        return f"{self.config.policy}, {self.config.device_tokens} tokens"
+        return f"{_cache(self.config)}, {self.config.device_tokens} tokens"
 
     @property
     def trusted(self) -> bool:
-        return ":" not in self.config.policy
+        return ":" not in self.config.policy and self.config.target is None
 
     def died(self) -> Any:
         from refcache.replay.sweep import Point
@@ -57,7 +57,7 @@ def sweep(
 
     points = []
     if not as_json:
-        print("policy         device tokens  page  host    hits  optimal")
+        print("cache          device tokens  page  host    hits  optimal")
     for point in in_order([Replayed(trace, config) for config in configs]):
         points.append(point)
         if not as_json:
@@ -78,11 +78,15 @@ def sweep(
     return int(any(point.violation is not None for point in points))
 
 
+def _cache(config: ReplayConfig) -> str:
+    return config.policy if config.target is None else config.target
+
+
 def _line(point: Any, row: Any) -> str:
     config = point.config
     size = "unlimited" if config.device_tokens is None else f"{config.device_tokens:,}"
     host = "-" if config.host_ratio is None else f"{config.host_ratio:g}"
-    head = f"{config.policy:<14} {size:>13} {config.page_size:>5} {host:>5}"
+    head = f"{_cache(config):<14} {size:>13} {config.page_size:>5} {host:>5}"
     if point.violation is not None:
         return f"{head}  {point.violation}"
     optimal = row["optimal_hit_rate"]

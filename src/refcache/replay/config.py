@@ -6,6 +6,27 @@ from refcache.errors import InvalidArgument, UnknownName
 from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
 CHECKS = ("every", "sampled", "off")
+KEEPING = ("ttl", "retain", "pin")
+
+
+def kept_by(policy: str) -> tuple[str, float] | None:
+    """The name and the amount of a ``policy`` like ``ttl=600``; None: it is none.
+
+    Raises:
+        InvalidArgument: no finite number above 0 behind ``=``. UnknownName: before it.
+    """
+    name, sign, text = policy.partition("=")
+    if not sign:
+        return None
+    if name not in KEEPING:
+        raise UnknownName("policy", name, [f"{known}=N" for known in KEEPING])
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0
+    if not 0 < amount < float("inf"):
+        raise InvalidArgument(f"policy {policy!r}: expected {name}=N with a number above 0")
+    return name, amount
 
 
 @dataclass(frozen=True)
@@ -15,7 +36,11 @@ class ReplayConfig:
     Attributes:
         page_size: tokens a page.
         device_tokens: capacity of the device, cut to whole pages; None is without bound.
-        policy: eviction policy, or ``pkg.module:Class`` of an ``EvictionStrategy`` of one's own.
+        policy: eviction policy, ``pkg.module:Class`` of an ``EvictionStrategy`` of one's own, or
+            ``ttl=S``, ``retain=S``, ``pin=N`` (:mod:`refcache.replay.keeping`).
+        target: the cache, as ``refcache check`` takes it; None is the reference's.
+        arrivals: requests come at their times, not as fast as the loop admits them. Then a step
+            takes ``step_ms``, and a second more for each ``prefill_rate`` tokens of prefills.
         limit: requests to replay at most.
         serial: each request runs to its end before the next arrives.
         no_decode: a request ends with its first token.
@@ -40,8 +65,13 @@ class ReplayConfig:
     host_ratio: float | None = None
     write_policy: str = "write_through"
     load_back_threshold: int | None = None
+    target: str | None = None
+    arrivals: bool = False
+    prefill_rate: float = 20_000
+    step_ms: float = 20
 
     def __post_init__(self) -> None:
+        self._check_time()
         if self.host_ratio is not None and not (1 < self.host_ratio < float("inf")):
             raise InvalidArgument(f"host_ratio={self.host_ratio}: expected a finite number above 1")
         if self.host_ratio is not None and self.device_tokens is None:
@@ -53,10 +83,30 @@ class ReplayConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise InvalidArgument(f"{name}={value}: expected at least {low}")
-        if ":" not in self.policy and self.policy not in EVICTION_POLICIES:
+        kept = kept_by(self.policy)
+        if ":" not in self.policy and kept is None and self.policy not in EVICTION_POLICIES:
             raise UnknownName("policy", self.policy, EVICTION_POLICIES)
         if self.check not in CHECKS:
             raise UnknownName("check", self.check, CHECKS)
+        if self.target is not None and self.host_ratio is not None:
+            raise InvalidArgument("host_ratio: expected none, a target is replayed on one tier")
+        if self.target is not None and self.policy not in EVICTION_POLICIES:
+            raise InvalidArgument(
+                f"policy {self.policy!r}: a strategy of the reference's tree; a target takes "
+                f"{', '.join(EVICTION_POLICIES)}, if it looks at them"
+            )
+        if kept is not None and kept[0] == "ttl" and self.host_ratio is not None:
+            raise InvalidArgument(f"policy {self.policy!r}: expected one tier, or another policy")
+        if kept is not None and kept[0] != "pin" and not self.arrivals:
+            raise InvalidArgument(f"policy {self.policy!r}: counts seconds: expected arrivals too")
+
+    def _check_time(self) -> None:
+        if self.arrivals and self.serial:
+            raise InvalidArgument("serial and arrivals: expected one of them")
+        for name in ("prefill_rate", "step_ms"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise InvalidArgument(f"{name}={value}: expected a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -72,6 +122,8 @@ class ReplayResult:
         states_checked: times that every rule was checked.
         seconds: by the clock on the wall.
         kv_kept: False when no KV bytes were kept, so that no row could be checked.
+        trace_seconds: on the trace's clock, from the first arrival to the last finish; 0 without
+            ``arrivals``.
         host_hit_tokens: of ``hit_tokens``, those that were loaded from the host.
         bytes_to_host, bytes_to_device: moved by writes and loads.
     """
@@ -88,6 +140,7 @@ class ReplayResult:
     states_checked: int
     seconds: float
     kv_kept: bool
+    trace_seconds: float = 0
     host_hit_tokens: int = 0
     bytes_to_host: int = 0
     bytes_to_device: int = 0

@@ -1,7 +1,7 @@
 """Replay a request trace through the serving loop, with checks.
 
 :func:`replay` feeds a trace to :class:`refcache.engine.Scheduler` in order, as fast as it admits
-requests (times of arrival are ignored), and raises the first
+requests or by their times of arrival (:mod:`refcache.replay.feed`), and raises the first
 :class:`~refcache.oracle.rules.violation.Violation`. What is checked:
 
 ========  =====================================  ================================================
@@ -28,9 +28,15 @@ from collections.abc import Iterable
 import torch
 
 from refcache.engine.io_struct import SamplingParams, TokenizedGenerateReqInput
+from refcache.errors import InvalidArgument
+from refcache.oracle.program.crash import told
 from refcache.oracle.rules.violation import Violation
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.resolve import resolve
 from refcache.readers import TraceRequest
 from refcache.replay.config import ReplayConfig, ReplayResult
+from refcache.replay.feed import feed_of
+from refcache.replay.keeping import TTLStrategy
 from refcache.replay.parts import (
     CountingHiRadixCache,
     Counts,
@@ -42,7 +48,6 @@ from refcache.replay.state import StateCheck
 
 STUCK = 8  # steps in a row that may launch nothing
 COLLECT_AT = 100_000  # new objects: the loop makes few cycles, and looking for them costs a tenth
-QUEUE = 16  # requests kept waiting, so that a batch never lacks candidates
 
 
 @torch.inference_mode()  # no autograd beside many small operations: a fifth less time
@@ -57,37 +62,46 @@ def replay(
     """
     trace = list(requests)[: config.limit]
     counts = Counts(len(trace), progress)
-    scheduler = make_scheduler(trace, config, counts)
-    state = StateCheck(scheduler, config.check)
+    feed = feed_of(trace, config)
+    target = None if config.target is None else resolve(config.target)
+    scheduler = make_scheduler(trace, config, counts, target, feed.clock)
+    state = StateCheck(scheduler, config.check, target)
+    tree = scheduler.tree_cache
+    strategy = getattr(tree, "eviction_strategy", None)
     began = time.perf_counter()
-    steps = idle = submitted = 0
-    keep = 1 if config.serial else QUEUE
+    steps = idle = 0
     gc.collect()
     gc.freeze()  # what is alive now stays so; collections during the run need not look at it
     collect_at = gc.get_threshold()
     gc.set_threshold(COLLECT_AT)
     try:
         while True:
-            waiting = len(scheduler.live_reqs) if config.serial else len(scheduler.waiting_queue)
-            for request in trace[submitted : submitted + max(0, keep - waiting)]:
-                scheduler.submit(_generate(submitted, request, config))
-                submitted += 1
+            if isinstance(strategy, TTLStrategy):
+                strategy.expire(tree)
+            for index in feed.due(scheduler):
+                scheduler.submit(_generate(index, trace[index], config))
             if scheduler.is_idle():
-                break
+                if not feed.more():
+                    break
+                continue
+            computed = counts.computed
             idle = 0 if scheduler.step() is not None else idle + 1
+            feed.passed(counts.computed - computed)
             steps += 1
             scheduler.finished_reqs.clear()
             if idle > STUCK:
                 raise Violation("PROGRESS", f"{idle} steps in a row launched nothing")
             state.after_step()
         state.every_rule()
-    except Violation as violation:
+    except Exception as error:
+        violation = error if isinstance(error, Violation) else _crash(error, target)
         violation.call = f"step {steps} of the replay, {counts.finished} requests finished"
-        raise
+        if violation is error:
+            raise
+        raise violation from error
     finally:
         gc.set_threshold(*collect_at)
         gc.unfreeze()
-    tree = scheduler.tree_cache
     moved: dict[str, int] = {}
     if isinstance(tree, CountingHiRadixCache):
         row = tree.token_to_kv_pool_host.get_size_per_token()
@@ -109,8 +123,16 @@ def replay(
         states_checked=state.checked,
         seconds=time.perf_counter() - began,
         kv_kept=config.device_tokens is not None,
+        trace_seconds=feed.clock.now if feed.clock else 0,
         **moved,
     )
+
+
+def _crash(error: Exception, target: Target | None) -> Violation:
+    """What an exception of the loop over a target's cache stands for; others are raised again."""
+    if target is None or isinstance(error, InvalidArgument):
+        raise error
+    return Violation("crash", f"the loop met {told(error)}")
 
 
 def _generate(index: int, request: TraceRequest, config: ReplayConfig) -> TokenizedGenerateReqInput:

@@ -1,8 +1,8 @@
 """What a replay is made of: prompts, trees and an observer that count, the scheduler."""
 
-import importlib
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +25,13 @@ from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.errors import InvalidArgument
 from refcache.keys import TOKEN
 from refcache.oracle.rules.violation import Violation
+from refcache.oracle.target.base import Target
+from refcache.oracle.target.config import CacheConfig
 from refcache.readers import TraceRequest
 from refcache.replay.config import ReplayConfig
+from refcache.replay.feed import TraceClock
+from refcache.replay.keeping import RetainStrategy, strategy_of
 from refcache.tree import HiRadixCache, RadixCache, TreeNode
-from refcache.tree.strategies import EvictionStrategy
 from refcache.types import (
     CacheInitParams,
     EvictParams,
@@ -85,6 +88,19 @@ class CountingHiRadixCache(CountingRadixCache, HiRadixCache):
         return slots, node
 
 
+def counted(tree: Any) -> Any:
+    """A target's tree, with what it evicts counted in ``evicted_tokens``."""
+    evict = tree.evict
+
+    def counting(params: EvictParams) -> EvictResult:
+        result: EvictResult = evict(params)
+        tree.evicted_tokens += result.num_tokens_evicted
+        return result
+
+    tree.evicted_tokens, tree.evict = 0, counting
+    return tree
+
+
 class Counts(SchedulerObserver):
     """Counts requests that finish, and tokens: hits, computed in prefills, outputs."""
 
@@ -104,26 +120,18 @@ class Counts(SchedulerObserver):
             self.progress(self.finished, self.total)
 
 
-def own_strategy(spec: str) -> EvictionStrategy:
-    """The strategy that ``pkg.module:Class`` makes.
-
-    Raises:
-        InvalidArgument: it does not import, or what it makes has no ``get_priority``.
-    """
-    module, _, name = spec.partition(":")
-    try:
-        made: EvictionStrategy = getattr(importlib.import_module(module), name)()
-    except Exception as error:
-        raise InvalidArgument(f"policy {spec!r}: {error!r}") from error
-    if not callable(getattr(made, "get_priority", None)):
-        raise InvalidArgument(f"policy {spec!r}: expected a class with get_priority(node)")
-    return made
-
-
 def make_scheduler(
-    trace: list[TraceRequest], config: ReplayConfig, observer: SchedulerObserver
+    trace: list[TraceRequest],
+    config: ReplayConfig,
+    observer: SchedulerObserver,
+    target: Target | None = None,
+    clock: TraceClock | None = None,
 ) -> Scheduler:
     """A scheduler whose pool has room for the longest request of ``trace``.
+
+    Args:
+        target: makes allocator and tree; None: the reference's are taken.
+        clock: of the tree; its own by default.
 
     Raises:
         InvalidArgument: a request that does not fit into ``config.device_tokens``.
@@ -142,16 +150,33 @@ def make_scheduler(
             f"pages of {page}"
         )
 
+    built = CacheConfig(
+        page,
+        size,
+        need_sort=unlimited,
+        eviction_policy=config.policy if target is not None else "lru",
+        max_requests=config.max_running_requests,
+        context_length=longest,
+    )
+
     def make_allocator(runner: ModelRunner) -> Any:
+        if target is not None:
+            return target.allocator(built)
         # without a bound the free list is long: freed pages wait aside, instead of in its front
         dtype, pool = runner.kv_cache_dtype, runner.token_to_kv_pool
         if page == 1:
             return TokenToKVPoolAllocator(size, dtype, "cpu", pool, need_sort=unlimited)
         return PagedTokenToKVPoolAllocator(size, page, dtype, "cpu", pool, need_sort=unlimited)
 
-    own = own_strategy(config.policy) if ":" in config.policy else None
+    own = strategy_of(config, clock)
 
-    def make_tree(params: CacheInitParams, server_args: ServerArgs) -> RadixCache:
+    def make_tree(params: CacheInitParams, server_args: ServerArgs) -> Any:
+        if target is not None:
+            rows = params.req_to_token_pool
+            return counted(target.tree(built, params.token_to_kv_pool_allocator, rows))
+        params = replace(params, clock=clock)
+        if isinstance(own, RetainStrategy):
+            params = replace(params, hit_policy="per_request")
         tree: RadixCache
         if server_args.enable_hierarchical_cache:
             tree = CountingHiRadixCache(params, server_args)

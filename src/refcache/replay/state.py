@@ -5,14 +5,17 @@ and a check of every rule comes so rarely that its cost, spread over the steps, 
 the cache.
 """
 
+from typing import Any
+
 import torch
 
 from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.oracle.rules.check import CHECKS, check_state, check_sums
+from refcache.oracle.target.base import Target
 from refcache.oracle.view.scheduler import private_tokens, running, state_of
 from refcache.oracle.view.state import State
 from refcache.oracle.view.tree import inspect_radix
-from refcache.tree import HiRadixCache, RadixCache, TreeNode
+from refcache.tree import HiRadixCache, TreeNode
 
 STATE_EVERY = 256  # steps between two checks of every rule, or
 TOKENS_A_STEP = 12_000  # as many as the cached tokens divided by this
@@ -24,17 +27,24 @@ class StateCheck:
 
     Args:
         mode: "every" (ownership of each page after each step), "sampled" or "off".
+        target: whose tree it is; None: the reference's. A target that does not show its nodes
+            (``inspect``), or whose free pages are not known, is asked for its sums alone.
 
     Attributes:
         checked: how often every rule was checked.
     """
 
-    def __init__(self, scheduler: Scheduler, mode: str) -> None:
+    def __init__(self, scheduler: Scheduler, mode: str, target: Target | None = None) -> None:
         self.scheduler = scheduler
-        self.tree: RadixCache = scheduler.tree_cache
+        self.tree: Any = scheduler.tree_cache
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.page = scheduler.page_size
+        self.size = scheduler.server_args.max_total_tokens or 0
         self.mode = mode
+        self.target = target
+        self.shown = target is None or (
+            "inspect" in target.capabilities and target.free_lists(self.allocator) is not None
+        )
         self.checked = 0
         self.since = 0
 
@@ -44,7 +54,7 @@ class StateCheck:
         private = private_tokens(self.scheduler)
         evictable, protected = self.tree.evictable_size(), self.tree.protected_size()
         free = self.allocator.available_size()
-        check_sums(free, evictable, protected, private, self.allocator.size)
+        check_sums(free, evictable, protected, private, self.size)
         self.since += 1
         if self.since >= max(STATE_EVERY, (evictable + protected) // TOKENS_A_STEP):
             self.every_rule()
@@ -52,8 +62,8 @@ class StateCheck:
             self.ownership()
 
     def every_rule(self) -> None:
-        """Check every rule now; nothing when switched off."""
-        if self.mode == "off":
+        """Check every rule now; nothing when switched off or not shown."""
+        if self.mode == "off" or not self.shown:
             return
         self.ownership()
         check_state(self.state(), [rule for rule in CHECKS if rule not in OWNERSHIP])
@@ -62,7 +72,7 @@ class StateCheck:
 
     def ownership(self) -> None:
         """P0 and P1: lists, which name the page, only when the mask says that something is off."""
-        if not self.one_owner_each():
+        if self.shown and (self.target is not None or not self.one_owner_each()):
             check_state(self.state(), OWNERSHIP)
 
     def one_owner_each(self) -> bool:
@@ -98,6 +108,12 @@ class StateCheck:
 
     def state(self) -> State:
         """What the rules about a state look at."""
+        if self.target is not None:
+            free = [
+                page for pages in self.target.free_lists(self.allocator) or () for page in pages
+            ]
+            view = self.target.inspect(self.tree)
+            return state_of(self.scheduler, view, self.size // self.page, free)
         page = self.page
         return state_of(
             self.scheduler,

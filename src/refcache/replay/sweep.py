@@ -15,6 +15,7 @@ AXES = {
     "policy": "policy",
     "host-ratio": "host_ratio",
     "write-policy": "write_policy",
+    "target": "target",
 }
 """What can be swept: the option's name, and the field of ``ReplayConfig``."""
 
@@ -63,6 +64,8 @@ def grid(base: ReplayConfig, axes: Sequence[str]) -> list[ReplayConfig]:
 def _value(axis: str, name: str, text: str) -> Any:
     if name in ("policy", "write-policy"):
         return text
+    if name == "target":
+        return None if text == "refcache" else text
     if name == "device-tokens" and text == "unlimited":
         return None
     factor = SUFFIXES.get(text[-1:].upper(), 1)
@@ -101,6 +104,11 @@ def _share(point: Point, tokens: int | None) -> float | None:
     if tokens is None or point.result is None:
         return None
     return tokens / max(1, point.result.prompt_tokens)
+
+
+def _told(config: ReplayConfig, field: str) -> str:
+    value = getattr(config, field)
+    return "refcache" if field == "target" and value is None else str(value)
 
 
 def check_figure(path: str | Path) -> None:
@@ -144,7 +152,7 @@ def plot(points: Sequence[Point], unlimited: float | None, path: str | Path) -> 
         rate, size = hit_rate(point), point.config.device_tokens
         if rate is None or size is None:
             continue
-        label = ", ".join(str(getattr(point.config, field)) for field in varied) or "refcache"
+        label = ", ".join(_told(point.config, field) for field in varied) or "refcache"
         curves.setdefault(label, []).append((size, rate))
         optimal = _share(point, point.optimal)
         if optimal is not None and point.config.host_ratio is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from refcache.oracle.program.crash import told
 from refcache.oracle.program.torch_settings import TorchSettings, put_back, torch_settings
 from refcache.oracle.rules.violation import Violation, switched_off
 from refcache.oracle.target.base import Target
@@ -70,7 +71,7 @@ class Trial:
             if explained is not None:
                 raise explained from error
             self._settings_kept(function, before)
-            raise Violation("crash", f"{_name(function)} raised {error!r}") from error
+            raise Violation("crash", f"{_name(function)} raised {told(error)}") from error
         self._settings_kept(function, before)
         self.answered(getattr(function, "__name__", ""), result)
         return result

@@ -13,6 +13,7 @@ from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.content import RowCheck
 from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.oracle.drivers.hicache.faults import InjectedFault, InnerSteps, watch_machine
+from refcache.oracle.program.crash import told
 from refcache.oracle.program.trial import Trial
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.config import CacheConfig
@@ -106,7 +107,7 @@ class FaultyLoop:
             self.trial.require(not lost, "PROGRESS", f"an iteration that raised lost {lost}")
             return True
         except Exception as error:
-            raise Violation("crash", f"Scheduler.step raised {error!r}") from error
+            raise Violation("crash", f"Scheduler.step raised {told(error)}") from error
         self.trial.raise_noted()
         return False
 
