@@ -66,6 +66,10 @@ class AmbiguousSize(RefcacheError, NotImplementedError):
     """A tree with several kinds of memory was asked for one size; each kind has its own."""
 
 
+class BrokenAccounts(RefcacheError, AssertionError):
+    """What a tree counts is not what its nodes have: a bug of the tree, not of its caller."""
+
+
 class ForeignNode(RefcacheError, ValueError):
     """A node that does not belong to this tree (another tree's, or removed from it)."""
 

@@ -326,13 +326,15 @@ class TestCache(CustomTestCase):
 
 def test_their_tests_run_with_redirected_imports(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(THEIRS)
-    (tmp_path / "test_later.py").write_text("from sglang.srt.mem_cache.x import SWARadixCache\n")
+    (tmp_path / "test_later.py").write_text(
+        "from sglang.srt.mem_cache.x import HiMambaRadixCache\n"
+    )
     command = [sys.executable, str(SCRIPTS / "sglang_tests.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "test_later.py",
-        "    ImportError: refcache has no SWARadixCache",
+        "    ImportError: refcache has no HiMambaRadixCache",
         "test_theirs.py::TestCache::test_wrong",
         "    AssertionError: 0 != 1",
         "test_later.py: cannot be imported",

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from refcache.errors import AmbiguousSize, InvalidArgument, LockUnderflow, OutOfSlots, StaleMatch
+from refcache.errors import (
+    AmbiguousSize,
+    BrokenAccounts,
+    InvalidArgument,
+    LockUnderflow,
+    OutOfSlots,
+    StaleMatch,
+)
 from refcache.keys import RadixKey
 from refcache.pool import (
     BaseLinearStateParams,
@@ -374,3 +381,16 @@ def test_each_kind_has_its_size():
     assert tree.supports_mamba()
     assert not tree.supports_swa()
     assert make(chunk=None).mamba_cache_chunk_size == 64
+
+
+@pytest.mark.parametrize("spoil", ["size", "order", "value"])
+def test_accounts_that_are_wrong_are_noticed(spoil, branches):
+    branches.sanity_check()
+    if spoil == "size":
+        branches.states.evictable_size += 1
+    elif spoil == "order":
+        branches.states.lru.popitem()
+    else:
+        branches.states.of(next(iter(branches.states.lru))).value = None
+    with pytest.raises(BrokenAccounts, match="mamba"):
+        branches.sanity_check()

@@ -69,6 +69,13 @@ def test_only_slots_are_inserted(slots):
     assert not cache.nodes()
 
 
+def test_a_tree_that_never_frees_takes_a_mask():
+    """As SGLang's schedule policies insert it, to see which prompts share a prefix."""
+    cache = RadixCache.create_simulated()
+    cache.insert(InsertParams(RadixKey([1, 2]), torch.empty(2, dtype=torch.bool)))
+    assert len(match(cache, [1, 2, 3]).device_indices) == 2
+
+
 def test_a_parent_goes_after_its_last_child():
     cache = make()
     insert(cache, [1, 2, 3])

@@ -280,8 +280,8 @@ def test_sizes_and_refusals():
         tree.evictable_size()
     with pytest.raises(InvalidArgument, match="sliding_window_size"):
         make(window=0)
+    plain = TokenToKVPoolAllocator(8, torch.float32, "cpu", None)
     with pytest.raises(InvalidArgument, match="SWATokenToKVPoolAllocator"):
-        plain = TokenToKVPoolAllocator(8, torch.float32, "cpu", None)
         SWARadixCache(CacheInitParams(False, None, plain, 1, sliding_window_size=2))
     with pytest.raises(InvalidArgument, match="swa_evicted_seqlen"):
         insert(tree, [1, 2], gone=-1)

@@ -270,7 +270,8 @@ class RadixTree:
                 f"insert of {len(key)} tokens with {len(value)} slots: expected as many, "
                 f"in whole pages of {self.page_size}"
             )
-        if value.dim() != 1 or value.dtype not in INTEGERS:
+        slots = self.token_to_kv_pool_allocator is not None  # without, they are never freed
+        if value.dim() != 1 or (slots and value.dtype not in INTEGERS):
             raise InvalidArgument(
                 f"insert of {value.dtype} {tuple(value.shape)}: expected slots, integers [n]"
             )

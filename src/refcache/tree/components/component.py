@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from refcache.errors import LockUnderflow
+from refcache.errors import BrokenAccounts, LockUnderflow
 from refcache.tree.components.node import ComponentData, HybridTreeNode
 from refcache.tree.node import TreeNode
 from refcache.types import EvictParams
@@ -148,3 +148,22 @@ class TreeComponent(ABC):
             if self.of(node).lock_ref < 1:
                 raise LockUnderflow(f"dec_lock_ref of {node}: its {self.name} part is not locked")
         return nodes
+
+    def check(self, nodes: Sequence[TreeNode]) -> None:
+        """Refuse accounts that differ from what ``nodes``, all but the root, have.
+
+        Raises:
+            BrokenAccounts: they do.
+        """
+        there = [node for node in nodes if self.holds(node)]
+        held = sum(self.size(node) for node in there if self.of(node).lock_ref)
+        sizes = (sum(self.size(node) for node in there) - held, held)
+        if sizes != (self.evictable_size, self.protected_size):
+            raise BrokenAccounts(
+                f"{self.name}: {self.evictable_size} evictable and {self.protected_size} protected "
+                f"are counted; the nodes have {sizes[0]} and {sizes[1]}"
+            )
+        if self.lru.keys() != set(there):
+            raise BrokenAccounts(
+                f"{self.name}: {len(self.lru)} nodes are in order of use; {len(there)} have a value"
+            )

@@ -117,6 +117,15 @@ class HybridRadixCache(RadixCache):
         sizes |= {component.name: component.evictable_size for component in self.components}
         return "".join(f"Evictable {name}: {size}\n" for name, size in sizes.items())
 
+    def sanity_check(self) -> None:
+        """Refuse accounts of a component that differ from what the nodes have.
+
+        Raises:
+            BrokenAccounts: they do.
+        """
+        for component in self.components:
+            component.check(list(self.nodes()))
+
     def _describe(self, node: TreeNode) -> str:
         text = super()._describe(node)
         for component in self.components:
