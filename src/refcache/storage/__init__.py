@@ -3,6 +3,7 @@
 from refcache.keys import get_hash_str, hash_str_to_int64
 from refcache.storage.backend_factory import StorageBackendFactory
 from refcache.storage.base import HiCacheStorage, StoragePool
+from refcache.storage.file import HiCacheFile
 from refcache.storage.memory import HiCacheMemory
 from refcache.storage.transfers import (
     HiCacheStorageConfig,
@@ -14,6 +15,7 @@ from refcache.storage.transfers import (
 )
 
 __all__ = [
+    "HiCacheFile",
     "HiCacheMemory",
     "HiCacheStorage",
     "HiCacheStorageConfig",

@@ -20,6 +20,7 @@ class StorageBackendFactory:
     """Makes storage backends; see the module."""
 
     _registry: ClassVar[dict[str, tuple[str, str]]] = {
+        "file": ("refcache.storage.file", "HiCacheFile"),
         "memory": ("refcache.storage.memory", "HiCacheMemory"),
     }
 
