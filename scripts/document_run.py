@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import torch
+from hybrid_pictures import insert, match, tree_of_states, tree_of_windows
 
 from refcache.engine import (
     AbortReq,
@@ -164,8 +165,20 @@ def load_slots(run: Run, scheduler: Scheduler) -> None:
     tree.check_hicache_events()
 
 
+def hybrid_trees(run: Run) -> None:
+    """A prompt is found again, with its state, and with its window."""
+    states, windows = tree_of_states(), tree_of_windows()
+    request = SimpleNamespace(mamba_pool_idx=None, req_pool_idx=None)
+    insert(states, [1, 2, 3])
+    match(states, [1, 2, 3, 4], req=request, cow_mamba=True)
+    insert(windows, [1, 2, 3])
+    run.facts["states copied"] += request.mamba_pool_idx is not None
+    run.facts["windows found"] += len(match(windows, [1, 2, 3, 4]).device_indices) == 3
+
+
 def everything(run: Run) -> None:
     """The run. Each part is one thing that the document tells of, or more."""
+    hybrid_trees(run)
     layered = two_tiers(run, "write_through", 0, enable_memory_saver=True, hicache_ratio=4.0)
     fill(layered, 0, 3)
     serve(layered, {"long": prompt(0, 22), "again": prompt(1, 21)}, outputs=4)
