@@ -2,7 +2,7 @@
 
 A radix tree over page-aligned keys. Requests lock the node they end at (and so the path to the
 root); what is unlocked may be evicted, leaf by leaf, in the order of a strategy. Models SGLang
-0.5.10's ``RadixCache``; left out: metrics, time to live, sliding window and hybrid variants.
+0.5.10's ``RadixCache``; left out: metrics, time to live.
 
 Who owns the slots of a request's row (``ReqToTokenPool``)::
 
