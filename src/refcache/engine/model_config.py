@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from refcache.errors import InvalidArgument
+from refcache.pool import PlaneSpec
 from refcache.types import ServerArgs
 
 
@@ -32,6 +33,7 @@ class ModelConfig:
         dtype: of the KV cache under ``kv_cache_dtype="auto"``. The stand-in model writes 64-bit
             words (:mod:`refcache.engine.models.content`), so a row must be a whole number of 8
             bytes.
+        extra_planes: what the pool keeps of every slot besides KV.
 
     Raises:
         InvalidArgument: an extent that is too small.
@@ -47,6 +49,7 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     vocab_size: int = 32000
     dtype: torch.dtype = torch.int64
+    extra_planes: tuple[PlaneSpec, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size"):

@@ -71,10 +71,13 @@ class ModelRunnerKVCacheMixin:
     make_allocator: MakeAllocator
 
     def get_cell_size_per_token(self) -> int:
-        """Bytes of KV of one token on this rank."""
+        """Bytes of one token on this rank: KV, and what the pool keeps besides."""
         tp_size = get_attention_tp_size(self.server_args)
-        elements = self.model_config.row_elements(tp_size) * self.num_effective_layers
-        return elements * self.kv_cache_dtype.itemsize
+        size = self.model_config.row_elements(tp_size) * self.kv_cache_dtype.itemsize
+        for spec in self.model_config.extra_planes:
+            dtype = spec.dtype or self.kv_cache_dtype
+            size += -(-spec.head_num * spec.head_dim * dtype.itemsize // spec.slots_per_row)
+        return size * self.num_effective_layers
 
     def profile_max_num_token(self, pre_model_load_memory: float) -> int:
         """Tokens whose KV fits into what is free now, less the share that is kept free.
@@ -146,6 +149,7 @@ class ModelRunnerKVCacheMixin:
             "start_layer": self.start_layer,
             "end_layer": self.end_layer,
             "runtime": self.runtime,
+            "extra_planes": config.extra_planes,
         }
         if config.is_mla:
             return MLATokenToKVPool(

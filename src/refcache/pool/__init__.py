@@ -8,9 +8,11 @@ from refcache.pool.host import (
     host_pool_for,
 )
 from refcache.pool.hybrid_req_to_token import HybridReqToTokenPool
-from refcache.pool.kv_cache import KVCache, Plane
+from refcache.pool.kv_cache import KVCache
 from refcache.pool.mamba import BaseLinearStateParams, Mamba2StateDType, MambaPool, StateShape
+from refcache.pool.nsa import NSATokenToKVPool
 from refcache.pool.pinned import HostTensorAllocator, LoadedCudart, alloc_with_host_register
+from refcache.pool.planes import Plane, PlaneSpec
 from refcache.pool.req_to_token import ReqToTokenPool
 from refcache.pool.routed import HybridLinearKVPool, SWAKVPool
 
@@ -28,7 +30,9 @@ __all__ = [
     "MLATokenToKVPoolHost",
     "Mamba2StateDType",
     "MambaPool",
+    "NSATokenToKVPool",
     "Plane",
+    "PlaneSpec",
     "ReqToTokenPool",
     "SWAKVPool",
     "StateShape",

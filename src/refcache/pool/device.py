@@ -11,6 +11,7 @@ import torch
 
 from refcache.errors import InvalidArgument, refuse_unmodelled
 from refcache.pool.kv_cache import KVCache
+from refcache.pool.planes import PlaneSpec
 from refcache.runtime import Region, Runtime, Stream
 
 NOT_OF_A_POOL = {
@@ -49,6 +50,7 @@ class MHATokenToKVPool(KVCache):
         enable_alt_stream: bool = True,
         enable_kv_cache_copy: bool = False,
         runtime: Runtime | None = None,
+        extra_planes: Sequence[PlaneSpec] = (),
     ) -> None:
         """``enable_kv_cache_copy``: :meth:`move_kv_cache` may be called. ``swa_*`` must be None."""
         swa = {"swa_head_num": swa_head_num, "swa_head_dim": swa_head_dim}
@@ -59,17 +61,18 @@ class MHATokenToKVPool(KVCache):
         widths = [("k", head_num, head_dim), ("v", head_num, self.v_head_dim)]
         layers = start_layer, end_layer
         super().__init__(
-            size, page_size, dtype, layer_num, device, widths, *layers, enable_memory_saver, runtime
-        )
+            size, page_size, dtype, layer_num, device, widths, *layers, enable_memory_saver,
+            runtime, extra_planes,
+        )  # fmt: skip
         self.enable_kv_cache_copy = enable_kv_cache_copy
         self.alt_stream: Stream | None = self.runtime.Stream("alt") if enable_alt_stream else None
         self.capture_mode = False
 
     def _create_buffers(self) -> None:
         super()._create_buffers()
-        self.k_buffer, self.v_buffer = (list(plane.buffer) for plane in self.planes)
+        self.k_buffer, self.v_buffer = (list(plane.buffer) for plane in self.planes[:2])
         self.k_data_ptrs = self.data_ptrs[: self.layer_num]
-        self.v_data_ptrs = self.data_ptrs[self.layer_num :]
+        self.v_data_ptrs = self.data_ptrs[self.layer_num : 2 * self.layer_num]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of K, and of V."""
@@ -121,8 +124,8 @@ class MHATokenToKVPool(KVCache):
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy the rows of slot ``src_loc[i]`` to slot ``tgt_loc[i]``, all layers, as one launch.
 
-        Speculation uses it: draft tokens that were accepted move to where their sequence goes on.
-        All sources are read before a target is written.
+        Of every plane. Speculation uses it: draft tokens that were accepted move to where their
+        sequence goes on. All sources are read before a target is written.
 
         Raises:
             InvalidArgument: made without ``enable_kv_cache_copy``; lists of different lengths.
@@ -138,7 +141,8 @@ class MHATokenToKVPool(KVCache):
 
         def run() -> None:
             for plane in self.planes:
-                plane.buffer[:, tgt_loc] = plane.buffer[:, src_loc]
+                rows = plane.by_slot()
+                rows[:, tgt_loc] = rows[:, src_loc]
 
         reads, writes = (
             [Region(self, plane, range(self.layer_num), loc) for plane in range(len(self.planes))]
@@ -188,6 +192,7 @@ class MLATokenToKVPool(KVCache):
         use_nsa: bool = False,
         override_kv_cache_dim: None = None,
         runtime: Runtime | None = None,
+        extra_planes: Sequence[PlaneSpec] = (),
     ) -> None:
         """``use_nsa``, ``override_kv_cache_dim``: must be False and None."""
         given = {"use_nsa": use_nsa, "override_kv_cache_dim": override_kv_cache_dim}
@@ -198,8 +203,9 @@ class MLATokenToKVPool(KVCache):
         widths = [("kv", 1, self.kv_cache_dim)]
         layers = start_layer, end_layer
         super().__init__(
-            size, page_size, dtype, layer_num, device, widths, *layers, enable_memory_saver, runtime
-        )
+            size, page_size, dtype, layer_num, device, widths, *layers, enable_memory_saver,
+            runtime, extra_planes,
+        )  # fmt: skip
 
     def _create_buffers(self) -> None:
         super()._create_buffers()

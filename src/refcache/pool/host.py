@@ -127,40 +127,46 @@ class HostKVCache(HostSlots, HostCopies):
 
     def get_size_per_token(self) -> int:
         """Bytes of one token: every layer of every plane, as wide as on the device."""
-        widths = sum(plane.head_num * plane.head_dim for plane in self.device_pool.planes)
-        return widths * self.layer_num * self.dtype.itemsize
+        return sum(plane.slot_bytes for plane in self.device_pool.planes) * self.layer_num
 
     def init_kv_buffer(self) -> tuple[torch.Tensor, ...]:
-        """Allocate (and pin) one buffer a plane; planes of equal width share one allocation."""
+        """Allocate (and pin) one buffer a plane; KV of equal width shares one allocation."""
+        planes = self.device_pool.planes
         layouts = [
             Layout.of(
                 self.layout,
-                self.size,
-                self.page_size,
+                self.size // plane.slots_per_row,
+                self.page_size // plane.slots_per_row,
                 self.layer_num,
                 plane.head_num,
                 plane.head_dim,
             )
-            for plane in self.device_pool.planes
+            for plane in planes
         ]
-        shapes = {where.shape for where in layouts}
-        if len(shapes) == 1:
-            return tuple(self._allocate((len(layouts), *layouts[0].shape), layouts[0]))
-        return tuple(self._allocate(where.shape, where) for where in layouts)
+        pairs = [(plane.buffer.dtype, where) for plane, where in zip(planes, layouts, strict=True)]
+        kv = self.device_pool.kv_planes
+        together = kv if len(set(pairs[:kv])) == 1 else 0
+        buffers: tuple[torch.Tensor, ...] = ()
+        if together:
+            dtype, where = pairs[0]
+            buffers = tuple(self._allocate((kv, *where.shape), where, dtype))
+        apart = (self._allocate(where.shape, where, dtype) for dtype, where in pairs[together:])
+        return (*buffers, *apart)
 
-    def _allocate(self, dims: tuple[int, ...], where: Layout) -> torch.Tensor:
-        page_bytes = where.page_stride * self.dtype.itemsize
+    def _allocate(self, dims: tuple[int, ...], where: Layout, dtype: torch.dtype) -> torch.Tensor:
+        page_bytes = where.page_stride * dtype.itemsize
         return alloc_with_host_register(
-            dims, self.dtype, self.device, self.pin_memory, self.allocator, page_bytes
+            dims, dtype, self.device, self.pin_memory, self.allocator, page_bytes
         )
 
     @property
     def kv_buffer(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The planes: as one tensor with a leading axis where they are equally wide."""
-        first = self.planes[0]
-        if any(plane.shape != first.shape for plane in self.planes):
-            return self.planes
-        return first.as_strided((len(self.planes), *first.shape), (first.numel(), *first.stride()))
+        """The KV planes: as one tensor with a leading axis where they are equally wide."""
+        kv = self.planes[: self.device_pool.kv_planes]
+        first = kv[0]
+        if any((plane.shape, plane.dtype) != (first.shape, first.dtype) for plane in kv):
+            return kv
+        return first.as_strided((len(kv), *first.shape), (first.numel(), *first.stride()))
 
 
 class MHATokenToKVPoolHost(HostKVCache):

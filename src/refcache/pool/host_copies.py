@@ -10,10 +10,14 @@ layers, one after another; it is made to be called from a thread of its own, and
 :meth:`HostCopies.plan_transfer` says which way a transfer goes. Memory that is not pinned is copied
 by the host's own waiting, and refused for kernels.
 
+A copy function moves planes of one dtype that have a row a slot. What a pool declares beside is
+copied by the same functions in the same launch, as rows of its own (see
+:class:`~refcache.pool.planes.PlaneGroup`).
+
 Models the transfers of SGLang's ``HostKVCache``; what serves all layers of a load is added.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +26,7 @@ import torch
 from refcache.backend import Backend, copy_engine, resolve
 from refcache.errors import InvalidArgument, UnknownName, WrongTier
 from refcache.pool.kv_cache import KVCache
+from refcache.pool.planes import PlaneGroup, check_whole_pages, group_planes
 from refcache.pool.transfer_rule import Rules, TransferPlan, TransferRule, card_name, rules_for
 from refcache.runtime import Flags, Part, Region, Runtime
 from refcache.types import IO_BACKENDS
@@ -67,10 +72,11 @@ class HostCopies:
         """
         copy = self._copy_function("backup_all_layer", io_backend, max_programs)
         self._check(device_pool, host_indices, device_indices)
-        rows = [plane.buffer for plane in device_pool.planes]
+        groups = self._groups(device_pool)
 
-        def run(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-            copy(self.planes, rows, host_slots, device_slots, self.page_size, self.layout)
+        def run(*slots: torch.Tensor) -> None:
+            for one in groups:
+                copy(one.host, one.device, *one.rows(*slots), one.page_size, self.layout)
 
         layers = range(self.layer_num)
         self._launch(
@@ -98,11 +104,7 @@ class HostCopies:
         self._check(device_pool, host_indices, device_indices)
         if not 0 <= layer_id < self.layer_num:
             raise InvalidArgument(f"{layer_id=}: expected 0 to {self.layer_num - 1}")
-        rows = [plane.buffer for plane in device_pool.planes]
-
-        def run(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-            copy(rows, self.planes, host_slots, device_slots, layer_id, self.page_size, self.layout)
-
+        run = partial(self._load_layer, copy, self._groups(device_pool), layer_id)
         self._launch(
             f"load layer {layer_id}",
             run,
@@ -138,16 +140,19 @@ class HostCopies:
         load_per_layer = self._copy_function("load_per_layer", io_backend)
         load_layers = self._copy_function("load_layers", io_backend, max_programs)
         self._check(device_pool, host_indices, device_indices)
-        rows = [plane.buffer for plane in device_pool.planes]
-        how = self.page_size, self.layout
+        groups = self._groups(device_pool)
+        *others, last = groups
 
         def run(values: torch.Tensor, *slots: torch.Tensor) -> None:
-            load_layers(rows, self.planes, *slots, values, 0, self.layer_num, *how)
+            for layer_id in range(self.layer_num):  # before the flags, which the last group raises
+                self._load_layer(load_per_layer, others, layer_id, *slots)
+            where = (0, self.layer_num, last.page_size, self.layout)
+            load_layers(last.device, last.host, *last.rows(*slots), values, *where)
 
         def part(layer_id: int) -> Part:
             return Part(
                 f"layer {layer_id}",
-                lambda *slots: load_per_layer(rows, self.planes, *slots, layer_id, *how),
+                partial(self._load_layer, load_per_layer, groups, layer_id),
                 self._index_regions(host_indices, device_indices)
                 + self._regions(self, layer_id, host_indices),
                 self._regions(device_pool, layer_id, device_indices),
@@ -170,19 +175,19 @@ class HostCopies:
         """
         load_per_layer = self._copy_function("load_per_layer", "direct")
         self._check(device_pool, host_indices, device_indices)
-        rows = [plane.buffer for plane in device_pool.planes]
-        how = self.page_size, self.layout
-        listed: Any = None
+        groups = self._groups(device_pool)
+        listed: list[Any] = []
         if self._by_engine:
-            listed = copy_engine().list_copies(
-                self.planes, rows, host_indices, device_indices, *how
-            )
+            for one in groups:
+                rows = one.rows(host_indices, device_indices)
+                where = (one.page_size, self.layout)
+                listed.append(copy_engine().list_copies(one.host, one.device, *rows, *where))
 
         def run(layer_id: int, *slots: torch.Tensor) -> None:
-            if listed is None:
-                load_per_layer(rows, self.planes, *slots, layer_id, *how)
-            else:
-                listed.issue(layer_id, to_host=False)
+            if not listed:
+                self._load_layer(load_per_layer, groups, layer_id, *slots)
+            for copies in listed:
+                copies.issue(layer_id, to_host=False)
 
         for layer_id in range(self.layer_num):
             self._launch(
@@ -236,9 +241,9 @@ class HostCopies:
         found: int = min(
             copy_engine().copy_bytes(
                 self.layout,
-                self.page_size,
+                self.page_size // plane.slots_per_row,
                 self.layer_num,
-                plane.head_num * plane.head_dim * self.dtype.itemsize,
+                plane.head_num * plane.head_dim * plane.buffer.dtype.itemsize,
                 plane.head_num,
                 to_host=to_host,
             )
@@ -253,6 +258,21 @@ class HostCopies:
 
     def _regions(self, pool: Any, layers: range | int, slots: torch.Tensor) -> list[Region]:
         return [Region(pool, plane, layers, slots) for plane in range(len(self.planes))]
+
+    def _groups(self, device_pool: KVCache) -> list[PlaneGroup]:
+        return group_planes(self.planes, device_pool.planes, self.page_size)
+
+    def _load_layer(
+        self,
+        copy: Callable[..., None],
+        groups: Sequence[PlaneGroup],
+        layer_id: int,
+        *slots: torch.Tensor,
+    ) -> None:
+        """Copy one layer of each group."""
+        for one in groups:
+            rows = one.rows(*slots)
+            copy(one.device, one.host, *rows, layer_id, one.page_size, self.layout)
 
     def _index_regions(self, *indices: torch.Tensor) -> list[Region]:
         return [Region(index, 0, 0, 0) for index in indices]
@@ -307,6 +327,8 @@ class HostCopies:
                 f"{len(host_indices)} host and {len(device_indices)} device slots: expected as "
                 "many of each"
             )
+        if max(plane.slots_per_row for plane in self.device_pool.planes) > 1:
+            check_whole_pages(self.page_size, host_indices, device_indices)
         if [p[2:] for p in device_pool.planes] != [p[2:] for p in self.device_pool.planes]:
             raise InvalidArgument(
                 f"a device pool with planes {[p.name for p in device_pool.planes]}: expected the "

@@ -2,8 +2,12 @@
 
 A plane is one buffer ``[layer, size + page_size, head, dim]``: MHA has K and V (each with its own
 width), MLA has one (latent and rope part side by side). Page 0 is a dummy for padded tokens; slots
-``page_size ... size + page_size - 1`` are handed out. Everything that copies rows between tiers is
-driven by the list of planes, so no pool needs a copy routine of its own.
+``page_size ... size + page_size - 1`` are handed out.
+
+A pool *declares* every plane that is indexed by slot, those of its own (index keys, scales) too: a
+:class:`~refcache.pool.planes.PlaneSpec` each. Getters that wait, host pools, copies between the
+tiers and checks of content are made from the declaration, so no plane needs a line of code of its
+own, and none can be forgotten.
 
 Bytes are touched only through launches. Getters wait for the layer on the registered layer transfer
 counter first: a layer that is being loaded from the host is not read before it has arrived.
@@ -14,25 +18,18 @@ is lost then, so whoever knows of rows in it must forget them.
 The kinds are in :mod:`refcache.pool.device`.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased
+from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased, UnknownName
+from refcache.pool.planes import Plane, PlaneSpec
 from refcache.runtime import ImmediateRuntime, Region, Runtime
+from refcache.runtime.api import Slots
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LOST = 0xA5  # every byte of a pool whose memory was released
-
-
-class Plane(NamedTuple):
-    """``buffer``: ``[layer, size + page_size, head_num, head_dim]`` of the store dtype."""
-
-    name: str
-    buffer: torch.Tensor
-    head_num: int
-    head_dim: int
 
 
 class LayerTransferCounter(Protocol):
@@ -51,7 +48,7 @@ class KVCache:
         dtype: what callers see; ``store_dtype``: what is stored (fp8 as uint8).
         start_layer, end_layer: the model's layers held here, ``end_layer`` not included;
             ``layer_num`` of them.
-        planes: the buffers.
+        planes: the buffers, KV first; ``kv_planes``: how many of them are KV.
         released: the memory is given back; every access is refused.
 
     Raises:
@@ -65,21 +62,34 @@ class KVCache:
         dtype: torch.dtype,
         layer_num: int,
         device: str,
-        widths: Sequence[tuple[str, int, int]],
+        widths: Sequence[PlaneSpec | tuple[str, int, int]],
         start_layer: int | None = None,
         end_layer: int | None = None,
         enable_memory_saver: bool = False,
         runtime: Runtime | None = None,
+        extra_planes: Sequence[PlaneSpec] = (),
     ) -> None:
-        """``widths``: (name, head_num, head_dim) of each plane."""
+        """``widths``: (name, head_num, head_dim) of each KV plane; ``extra_planes``: the others."""
+        specs = [PlaneSpec(*width) for width in widths]
+        self.kv_planes = len(specs)
+        specs += extra_planes
         extents = {"size": size, "page_size": page_size, "layer_num": layer_num}
-        for name, heads, dim in widths:
-            extents |= {f"{name} heads": heads, f"{name} width": dim}
+        for spec in specs:
+            extents |= {f"{spec.name} heads": spec.head_num, f"{spec.name} width": spec.head_dim}
+            extents[f"{spec.name} slots_per_row"] = spec.slots_per_row
         for what, value in extents.items():
             if value < 1:
                 raise InvalidArgument(
                     f"{what}={value} of {type(self).__name__}: expected 1 or more"
                 )
+        for spec in specs:
+            if page_size % spec.slots_per_row:
+                raise InvalidArgument(
+                    f"slots_per_row={spec.slots_per_row} of {spec.name}: expected a divisor of "
+                    f"{page_size=}"
+                )
+        if len({spec.name for spec in specs}) != len(specs):
+            raise InvalidArgument(f"planes {[s.name for s in specs]}: expected a name each")
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
@@ -97,20 +107,16 @@ class KVCache:
         self.released = False
         self.runtime: Runtime = runtime or ImmediateRuntime()
         self.layer_transfer_counter: LayerTransferCounter | None = None
-        self.planes = tuple(
-            Plane(
-                name,
-                torch.zeros(
-                    (layer_num, size + page_size, heads, dim),
-                    dtype=self.store_dtype,
-                    device=device,
-                ),
-                heads,
-                dim,
-            )
-            for name, heads, dim in widths
-        )
+        self.planes = tuple(self._make_plane(spec) for spec in specs)
         self._create_buffers()
+
+    def _make_plane(self, spec: PlaneSpec) -> Plane:
+        seen = spec.dtype or self.dtype
+        rows = (self.size + self.page_size) // spec.slots_per_row
+        shape = self.layer_num, rows, spec.head_num, spec.head_dim
+        stored = torch.uint8 if seen in FP8 else seen
+        buffer = torch.zeros(shape, dtype=stored, device=self.device)
+        return Plane(spec.name, buffer, spec.head_num, spec.head_dim, spec.slots_per_row, seen)
 
     def _create_buffers(self) -> None:
         """Name the planes' per-layer views as SGLang does."""
@@ -193,28 +199,88 @@ class KVCache:
 
     def _view(self, plane: int, layer_id: int) -> torch.Tensor:
         view = self.planes[plane].buffer[self._local(layer_id)]
-        return view if self.store_dtype == self.dtype else view.view(self.dtype)
+        dtype = self.planes[plane].dtype
+        return view if dtype in (None, view.dtype) else view.view(dtype)
+
+    def get_plane_buffer(self, name: str, layer_id: int) -> torch.Tensor:
+        """A layer of the plane ``name``, ``[rows, head_num, head_dim]``, after waiting for it.
+
+        Raises:
+            UnknownName: no such plane.
+        """
+        self._wait(layer_id)
+        return self._view(self._number(name), layer_id)
+
+    def extra_buffers(self, layer_id: int) -> list[torch.Tensor]:
+        """The planes besides KV of a layer, by slot, each after waiting for the layer."""
+        extra: list[torch.Tensor] = []
+        for plane in self.planes[self.kv_planes :]:
+            self._wait(layer_id)
+            extra.append(plane.by_slot()[self._local(layer_id)])
+        return extra
+
+    def set_plane_buffer(
+        self, name: str, layer: Any, loc: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Write the parts of some slots in one layer of the plane ``name``, as one launch.
+
+        ``rows``: ``[n, head_num, head_dim / slots_per_row]``, read when the launch runs. Otherwise
+        as :meth:`MHATokenToKVPool.set_kv_buffer`.
+
+        Raises:
+            UnknownName, InvalidArgument, InvalidSlot: before anything is launched.
+        """
+        number = self._number(name)
+        self.check_resident()
+        local = self._local(getattr(layer, "layer_id", layer))
+        self._check_rows(number, loc, (rows,))
+        view = self.planes[number].by_slot()[local]
+        dtype = self.planes[number].dtype or view.dtype
+
+        def run() -> None:
+            view[loc] = rows.to(dtype).view(view.dtype)
+
+        regions = [Region(self, number, local, loc)]
+        self.runtime.launch(f"set {name}", run, writes=regions)
+
+    def regions_of(self, layer_id: int, slots: Slots | Callable[[], Slots]) -> list[Region]:
+        """The cells of some slots of a model layer in every plane, to name in a launch."""
+        local = self._local(layer_id)
+        return [Region(self, plane, local, slots) for plane in range(len(self.planes))]
+
+    def _number(self, name: str) -> int:
+        names = [plane.name for plane in self.planes]
+        if name not in names:
+            raise UnknownName("plane", name, names)
+        return names.index(name)
 
     def _write(self, layer: Any, loc: torch.Tensor, *rows: tuple[torch.Tensor, ...]) -> None:
-        """Launch ``plane[layer][loc] = rows`` for every plane; ``layer`` has or is a layer id.
+        """Launch ``plane[layer][loc] = rows`` for every KV plane; ``layer`` has or is a layer id.
 
         The rows of a plane may come in parts, side by side; they are read when the launch runs.
         """
         self.check_resident()
         layer_id: int = getattr(layer, "layer_id", layer)
-        for plane, parts in zip(self.planes, rows, strict=True):
-            seen = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
-            if seen != (len(loc), plane.head_num, plane.head_dim):
-                raise InvalidArgument(
-                    f"{plane.name} rows of shape {seen}: expected "
-                    f"{(len(loc), plane.head_num, plane.head_dim)}"
-                )
+        for number, parts in enumerate(rows):
+            self._check_rows(number, loc, parts)
+        self._launch_write(self._local(layer_id), loc, rows, range(self.kv_planes))
+
+    def _check_rows(self, number: int, loc: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
+        """Raise InvalidArgument or InvalidSlot unless these rows can be written at ``loc``."""
+        plane = self.planes[number]
+        seen = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+        expected = (len(loc), plane.head_num, plane.head_dim // plane.slots_per_row)
+        if seen != expected:
+            raise InvalidArgument(f"{plane.name} rows of shape {seen}: expected {expected}")
+        self._check_slots(loc)
+
+    def _check_slots(self, loc: torch.Tensor) -> None:
+        """Raise InvalidSlot unless these slots exist (indices on the CPU only)."""
         slots = self.size + self.page_size
         if loc.device.type == "cpu" and len(loc):
             low, high = (int(bound) for bound in loc.aminmax())
             if not 0 <= low <= high < slots:
                 raise InvalidSlot(f"slots {low} to {high}: expected 0 to {slots - 1}")
-        self._launch_write(self._local(layer_id), loc, rows, range(len(self.planes)))
 
     def _launch_write(
         self,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
-from refcache.pool.kv_cache import Plane
+from refcache.pool.planes import Plane
 from refcache.reference.alloc import INTEGERS
 from refcache.runtime import ImmediateRuntime, Region, Runtime
 

@@ -130,14 +130,14 @@ class AttentionBackend:
         self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch, new: list[int]
     ) -> torch.Tensor:
         pool, metadata = self.token_to_kv_pool, self._metadata_of(batch)
-        buffers = pool.get_kv_buffer(layer.layer_id)
+        buffers = (*pool.get_kv_buffer(layer.layer_id), *pool.extra_buffers(layer.layer_id))
         out = layer.empty_output(batch)
         self.runtime.launch(
             "attention",
             lambda: layer.attend(q, buffers, metadata, batch, new, out),
             reads=[
                 Region(metadata, 0, 0, 0),
-                *(pool.region(p, layer.layer_id, metadata.slots) for p in range(len(pool.planes))),
+                *pool.regions_of(layer.layer_id, metadata.slots),
             ],
         )
         return out
@@ -181,7 +181,8 @@ class RadixAttention(ABC):
 
         Args:
             q: what the model passed to :meth:`forward`.
-            buffers: what the pool's K and V getters gave, ``[slots, heads, dim]`` each.
+            buffers: what the pool's K and V getters gave, ``[slots, heads, dim]`` each, and its
+                other planes.
             metadata: the page table, filled.
             new: how many tokens of each request are new in this forward.
         """

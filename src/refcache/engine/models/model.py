@@ -34,9 +34,12 @@ class TagAttention(RadixAttention):
         codes: for each plane int64 ``[width]``: what its words add to a token's tag.
     """
 
-    def __init__(self, layer_id: int, widths: list[int], ledger: TagLedger, check: RowCheck):
-        """``widths``: words of a row in each plane."""
+    def __init__(
+        self, layer_id: int, widths: list[int], kv_planes: int, ledger: TagLedger, check: RowCheck
+    ) -> None:
+        """``widths``: words of a slot in each plane; ``kv_planes``: the first so many are KV."""
         super().__init__(layer_id)
+        self.kv_planes = kv_planes
         zero = torch.zeros(1, dtype=torch.int64)
         self.codes = [kv_row(zero, layer_id, p, width)[0] for p, width in enumerate(widths)]
         self.ledger = ledger
@@ -56,7 +59,7 @@ class TagAttention(RadixAttention):
         out: torch.Tensor,
     ) -> None:
         """See the class; the value of MLA is part of its key, so one of both is read."""
-        words = [words_of(buffer) for buffer in buffers[: len(self.codes)]]
+        words = [words_of(buffer) for buffer in (*buffers[: self.kv_planes], *buffers[2:])]
         torch.sub(words[0][metadata.last, 0], self.codes[0][0], out=out)
         for cells, slots in zip(metadata.cells, metadata.pages, strict=True):
             self.check.compare(self.ledger, batch, cells, slots, words, self.codes, self.layer_id)
@@ -91,14 +94,13 @@ class TagModel:
             return
         widths = []
         for plane in pool.planes:
-            row_bytes = plane.head_num * plane.head_dim * plane.buffer.element_size()
-            if row_bytes % 8:
+            if plane.slot_bytes % 8:
                 raise InvalidArgument(
-                    f"{plane.name} rows of {row_bytes} bytes: expected a multiple of 8"
+                    f"{plane.name} rows of {plane.slot_bytes} bytes: expected a multiple of 8"
                 )
-            widths.append(row_bytes // 8)
+            widths.append(plane.slot_bytes // 8)
         self.layers = [
-            TagAttention(layer, widths, ledger, check)
+            TagAttention(layer, widths, pool.kv_planes, ledger, check)
             for layer in range(pool.start_layer, pool.end_layer)
         ]
 
@@ -106,8 +108,10 @@ class TagModel:
         """Run every layer and pick the next tokens, int64 ``[batch]``."""
         hidden, out = self._embed(batch)
         for layer in self.layers:
-            k, v = self._project(layer, hidden)
-            out = layer.forward(hidden, k, v, batch, backend)
+            rows = self._project(layer, hidden)
+            self._set_extra_planes(layer, rows, batch)
+            # MLA has one KV row, and V is part of it
+            out = layer.forward(hidden, rows[0], rows[layer.kv_planes - 1], batch, backend)
         return self._sample(out)
 
     def _embed(self, batch: ModelWorkerBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,13 +142,14 @@ class TagModel:
         positions = batch.seq_lens - 1
         self.ledger.decode(batch.req_pool_indices, positions, batch.input_ids, out=hidden)
 
-    def _project(
-        self, layer: TagAttention, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V rows of these tags; MLA has one row, and V is part of it."""
+    def _project(self, layer: TagAttention, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of these tags in every plane, ``[n, heads, dim]`` each."""
         assert self.pool is not None
         rows = [
-            torch.empty((hidden.numel(), p.head_num, p.head_dim), dtype=self.pool.dtype)
+            torch.empty(
+                (hidden.numel(), p.head_num, p.head_dim // p.slots_per_row),
+                dtype=p.dtype or p.buffer.dtype,
+            )
             for p in self.pool.planes
         ]
 
@@ -153,7 +158,16 @@ class TagModel:
                 torch.add(hidden[:, None], code, out=words_of(row))
 
         self.runtime.launch("qkv", run)
-        return rows[0], rows[-1]
+        return rows
+
+    def _set_extra_planes(
+        self, layer: TagAttention, rows: list[torch.Tensor], batch: ModelWorkerBatch
+    ) -> None:
+        """Write what the pool declares besides KV."""
+        assert self.pool is not None
+        extra = list(zip(self.pool.planes, rows, strict=True))[layer.kv_planes :]
+        for plane, row in extra:
+            self.pool.set_plane_buffer(plane.name, layer, batch.out_cache_loc, row)
 
     def _sample(self, out: torch.Tensor) -> torch.Tensor:
         next_token_ids = torch.empty_like(out)

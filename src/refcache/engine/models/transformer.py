@@ -81,7 +81,7 @@ class Block(RadixAttention):
         out: torch.Tensor,
     ) -> None:
         """Every new token, over the rows of its request up to itself."""
-        keys, values = buffers
+        keys, values = buffers[:2]
         row = 0
         for slots, count in zip(metadata.pages, new, strict=True):
             k, v = keys[slots], values[slots]

@@ -49,8 +49,12 @@ class HostContent:
         tags = prefix_tags(tokens[: len(row)], extra_key)
         for layer in range(self.layers):
             rows = [tags[start:, None, None] + code for code in self.codes[layer]]
-            pool.set_kv_buffer(layer, slots[start:], *rows)
-            buffers = pool.get_kv_buffer(layer)[: len(pool.planes)]
+            kv = getattr(pool, "kv_planes", len(pool.planes))  # an engine's pool has no others
+            pool.set_kv_buffer(layer, slots[start:], *rows[:kv])
+            buffers = list(pool.get_kv_buffer(layer)[:kv])
+            for plane, new in list(zip(pool.planes, rows, strict=True))[kv:]:
+                pool.set_plane_buffer(plane.name, layer, slots[start:], new)
+                buffers.append(pool.get_plane_buffer(plane.name, layer))
             reads = [pool.region(plane, layer, slots) for plane in range(len(pool.planes))]
 
             def attend(layer: int = layer, buffers: Any = buffers) -> None:
