@@ -39,7 +39,7 @@ class Broken(NaiveTarget):
     def allocator(self, config):
         return Forgetful(config.size, config.page_size)
 '''
-WHOLE = {"repro.py", "trace.jsonl", "before.txt", "after.txt", "verdict.json"}
+WHOLE = {"repro.py", "trace.jsonl", "before.txt", "after.txt", "verdict.json", "report.html"}
 PLAN = c.Plan("naive", ("allocator.state", "allocator.misuse"), max_examples=3)
 
 

@@ -187,7 +187,14 @@ def test_the_folder_of_a_violation(mine: Path, capsys: pytest.CaptureFixture[str
     assert printed == json.loads((report / "verdict.json").read_text())
     (row,) = printed["suites"]
     names = {path.name for path in (report / row["folder"]).iterdir()}
-    assert names == {"repro.py", "trace.jsonl", "before.txt", "after.txt", "verdict.json"}
+    assert names == {
+        "repro.py",
+        "trace.jsonl",
+        "before.txt",
+        "after.txt",
+        "verdict.json",
+        "report.html",
+    }
     code, shown = run_repro(report / row["folder"], mine / "empty")
     assert code == 1
     assert shown.startswith(f"P1: {row['evidence']}")

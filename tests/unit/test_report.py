@@ -51,7 +51,14 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_folder_of_a_failure(broken: Path) -> None:
     verdict = write_failure(broken / "out", "allocator.state", STEPS)
     files = {path.name for path in (broken / "out").iterdir()}
-    assert files == {"repro.py", "trace.jsonl", "before.txt", "after.txt", "verdict.json"}
+    assert files == {
+        "repro.py",
+        "trace.jsonl",
+        "before.txt",
+        "after.txt",
+        "verdict.json",
+        "report.html",
+    }
     assert verdict == json.loads((broken / "out" / "verdict.json").read_text())
     assert (verdict["verdict"], verdict["rule"]) == ("violation", "P1")
     assert verdict["trace"]["verdict"] == judge_trace(broken / "out" / "trace.jsonl").verdict

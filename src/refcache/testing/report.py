@@ -5,6 +5,9 @@
 * ``trace.jsonl``: what the target was asked and answered while the program ran
   (:mod:`refcache.trace`), for a later and better judge.
 * ``before.txt``, ``after.txt``: the state before and after the last step, as the ledger has it.
+* ``report.html``: the program step by step: tree, slots of both tiers, streams
+  (:mod:`refcache.picture`); ``machine.json``: the simulated machine's launches, for Perfetto, where
+  there is one.
 * ``verdict.json``: rule, evidence, steps, versions, and what the judge says of the trace.
 
 A folder appears whole or not at all.
@@ -26,7 +29,12 @@ import refcache
 from refcache.errors import InvalidArgument, RefcacheError
 from refcache.oracle.program.driver import Driver
 from refcache.oracle.rules.violation import Violation
+from refcache.picture import Picture, frame_of, trace_events, write_page, write_trace_events
+from refcache.picture.frames import Frame
+from refcache.picture.timeline import timeline
 from refcache.planted import taken_back
+from refcache.runtime.simulated.log import MachineLog
+from refcache.runtime.simulated.tracker import RaceFound
 from refcache.trace import judge_trace, record
 
 REPRO = '''"""{rule}: {evidence}
@@ -100,7 +108,8 @@ def write_failure(folder: str | Path, suite: str, steps: Sequence[str]) -> dict[
 def _fill(folder: Path, suite: str, steps: list[str]) -> dict[str, Any]:
     start = next(i for i, line in enumerate(steps) if line.startswith("d = "))
     imports, program = steps[:start], steps[start:]
-    found, before, after = _run_again(folder / "trace.jsonl", imports, program)
+    again = _Again(imports, program, folder / "trace.jsonl")
+    found = again.violation
     verdict: dict[str, Any] = {
         "suite": suite,
         "verdict": "unknown" if found is None else "violation",
@@ -123,35 +132,76 @@ def _fill(folder: Path, suite: str, steps: list[str]) -> dict[str, Any]:
         body="\n".join([*(f"    {line}" for line in plants), body]),
     )
     (folder / "repro.py").write_text(text, encoding="utf-8")
-    (folder / "before.txt").write_text(before + "\n", encoding="utf-8")
-    (folder / "after.txt").write_text(after + "\n", encoding="utf-8")
+    before, after = ([Frame(text="")] * 2 + again.frames)[-2:]
+    (folder / "before.txt").write_text(before["text"] + "\n", encoding="utf-8")
+    (folder / "after.txt").write_text(after["text"] + "\n", encoding="utf-8")
     text = json.dumps(verdict, indent=2) + "\n"
     (folder / "verdict.json").write_text(text, encoding="utf-8")
+    write_page(_picture(verdict, again), folder / "report.html")
+    if again.log.spans:
+        write_trace_events(trace_events(again.log), folder / "machine.json")
     return verdict
 
 
-def _run_again(
-    trace: Path, imports: list[str], program: list[str]
-) -> tuple[Violation | None, str, str]:
-    """Run the program, recorded; the violation, and the state before and after the last step."""
-    names: dict[str, Any] = {}
-    before = ""
-    recorder = None
-    try:
-        exec("\n".join([*imports, program[0]]), names)
-        driver: Driver = names["d"]
-        if driver.subject is not None:
-            recorder = record(driver.subject, trace)
-        for line in program[1:]:
-            before = driver.describe()
-            exec(line, names)
-    except Violation as violation:
-        after = names["d"].describe() if "d" in names else ""
-        return violation, before, after
-    finally:
-        if recorder is not None:
-            recorder.close()
-    return None, before, driver.describe()
+def _picture(verdict: dict[str, Any], again: "_Again") -> Picture:
+    target = again.driver.target.named() if again.driver is not None else ""
+    log = again.log
+    return Picture(
+        title=f"{verdict['rule'] or 'no violation'}: {target}, {verdict['suite']}",
+        subtitle=f"{verdict['suite']} on {target}",
+        rule=verdict["rule"],
+        sentence=verdict["sentence"],
+        evidence=verdict["evidence"],
+        program=verdict["steps"],
+        frames=again.frames,
+        timeline=timeline(log, _race(again.violation)) if log.spans else None,
+        notes=[f"{name} {version}" for name, version in verdict["versions"].items()],
+        page_size=1 if again.driver is None else again.driver.config.page_size,
+    )
+
+
+def _race(error: BaseException | None) -> RaceFound | None:
+    """The race that a violation was made of."""
+    while error is not None and not isinstance(error, RaceFound):
+        error = error.__cause__
+    return error
+
+
+class _Again:
+    """A failing program, run once more and recorded.
+
+    Attributes:
+        violation: what it ended with; ``frames``: the state after each step, the first step the
+            driver's making; ``log``: what the simulated machine did, if there is one.
+    """
+
+    def __init__(self, imports: list[str], program: list[str], trace: Path) -> None:
+        self.frames: list[Frame] = []
+        self.log = MachineLog()
+        self.violation: Violation | None = None
+        self.driver: Driver | None = None
+        names: dict[str, Any] = {}
+        recorder = None
+        try:
+            exec("\n".join([*imports, program[0]]), names)
+            driver = self.driver = names["d"]
+            if driver.subject is not None:
+                recorder = record(driver.subject, trace)
+            machine = getattr(driver.bench, "machine", None)
+            if machine is not None:
+                machine.log = self.log
+            self.frames.append(frame_of(driver, program[0]))
+            for line in program[1:]:
+                self.log.step += 1
+                try:
+                    exec(line, names)
+                finally:
+                    self.frames.append(frame_of(driver, line))
+        except Violation as violation:
+            self.violation = violation
+        finally:
+            if recorder is not None:
+                recorder.close()
 
 
 def _judged(trace: Path) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ import torch
 
 from refcache.errors import InvalidArgument, NeverDone
 from refcache.runtime.api import Flags, Part, Region
+from refcache.runtime.simulated.log import MachineLog
 from refcache.runtime.simulated.streams import (
     Capture,
     HostThread,
@@ -71,6 +72,7 @@ class SimulatedRuntime:
 
     Attributes:
         history: the last 64 accesses that ran, oldest first.
+        log: writes down what happens, if somebody gives it one.
         host: the current host thread.
     """
 
@@ -80,6 +82,7 @@ class SimulatedRuntime:
         self.driver = driver
         self.tracker = tracker
         self.history: deque[Access] = deque(maxlen=64)
+        self.log: MachineLog | None = None
         self._streams: list[SimulatedStream] = []
         self._jobs: list[SimulatedThread] = []  # the threads that can have some
         self._promises: dict[int, Clock | None] = {}  # by number: what a kept one stands for
@@ -207,7 +210,7 @@ class SimulatedRuntime:
         if self.tracker is not None:
             self.tracker.run(access, self.tracker.issue(access, reads, writes))
         fn()
-        self.history.append(access)
+        self._ran(access)
 
     def h2d(self, dst: torch.Tensor, src: torch.Tensor, pinned: bool = False) -> None:
         source = Region(src, 0, 0, 0)
@@ -299,6 +302,8 @@ class SimulatedRuntime:
         """A thread has made the capture that was promised."""
         promise.made = capture
         self._promises[promise.index] = capture.clock
+        if self.log is not None:
+            self.log.kept(promise.index, capture.stream, capture.clock)
 
     def _resolve(self, clock: Clock) -> bool:
         """Replace kept promises in ``clock`` by what they stand for; whether some are not kept."""
@@ -313,7 +318,15 @@ class SimulatedRuntime:
 
     def _access(self, actor: Actor, name: str) -> Access:
         self._issued += 1
-        return actor.access(name, self._issued)
+        access = actor.access(name, self._issued)
+        if self.log is not None:
+            self.log.issued(access)
+        return access
+
+    def _ran(self, access: Access) -> None:
+        self.history.append(access)
+        if self.log is not None:
+            self.log.ran(access)
 
     def _issue(
         self,
@@ -359,6 +372,8 @@ class SimulatedRuntime:
         self._yield("call")
 
     def _queue_wait(self, stream: SimulatedStream, capture: Capture) -> None:
+        if self.log is not None:
+            self.log.waits(stream, capture.stream, capture.clock)
         join(stream.clock, capture.clock)
         if not self._settled(capture):
             stream.queue.append(Wait(capture))
@@ -479,7 +494,7 @@ class SimulatedRuntime:
             launch.fn(*indices)
         finally:
             self._running = None
-        self.history.append(access)
+        self._ran(access)
 
     def _not_inside_a_launch(self, what: str) -> None:
         if self._running is not None:
