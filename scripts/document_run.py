@@ -30,6 +30,7 @@ from refcache.engine import (
 from refcache.engine.model_runner import make_model
 from refcache.keys import RadixKey
 from refcache.runtime import SimulatedRuntime, Tracker, lazy
+from refcache.storage import HiCacheMemory
 from refcache.types import EvictParams, InitLoadBackParams, MatchPrefixParams, ServerArgs
 
 PACKAGES = ("tree", "controller", "pool", "allocator", "engine")
@@ -176,6 +177,20 @@ def hybrid_trees(run: Run) -> None:
     run.facts["windows found"] += len(match(windows, [1, 2, 3, 4]).device_indices) == 3
 
 
+def below_the_host(run: Run) -> None:
+    """A prompt that storage alone still has, and a second life with the same store."""
+    store = HiCacheMemory()
+    for _ in range(2):
+        scheduler = Scheduler(
+            ServerArgs(**SIZES, hicache_storage_prefetch_policy="wait_complete"), ModelConfig()
+        )
+        tree = scheduler.tree_cache
+        assert tree.attach_storage_backend(store, '{"prefetch_threshold": 2}')[0]
+        serve(scheduler, {"a": prompt(0, 20)})
+        run.facts["storage hits"] += sum(r.storage_hit_length > 0 for r in scheduler.finished_reqs)
+        tree.detach_storage_backend()
+
+
 def everything(run: Run) -> None:
     """The run. Each part is one thing that the document tells of, or more."""
     hybrid_trees(run)
@@ -202,6 +217,7 @@ def everything(run: Run) -> None:
     pool = back.model_runner.token_to_kv_pool
     assert pool is not None
     pool.move_kv_cache(torch.tensor([4]), torch.tensor([5]))  # type: ignore[attr-defined]
+    below_the_host(run)
 
     late = Scheduler(ServerArgs(**SIZES | {"page_size": 1}), ModelConfig(), make_model=delayed)
     serve(late, {"a": prompt(0, 9), "b": prompt(0, 5)})

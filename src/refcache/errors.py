@@ -127,6 +127,10 @@ class MissingExtra(RefcacheError, ImportError):
     """An optional dependency is needed for this call; the message names the extra to install."""
 
 
+class StorageBusy(RefcacheError, RuntimeError):
+    """A storage backend is attached already, or does not let its threads go."""
+
+
 class OutOfSlots(RefcacheError, RuntimeError):
     """An allocation failed although free and evictable tokens together had covered it."""
 

@@ -22,10 +22,24 @@ if TYPE_CHECKING:
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 IO_BACKENDS = ("kernel", "direct", "auto")
 HIT_POLICIES = ("per_visit", "per_request", "chunks_count")
+PREFETCH_STOP_POLICIES = ("best_effort", "wait_complete", "timeout")
+"""When a prefetch from storage is given up: when the request's turn comes; never; or then, but not
+before a time that grows with the pages."""
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
 Clock = Callable[[], float]
+
+
+def check_write_policy(name: str) -> str:
+    """The name of a write policy.
+
+    Raises:
+        UnknownName: there is none of that name.
+    """
+    if name not in WRITE_POLICIES:
+        raise UnknownName("write policy", name, WRITE_POLICIES)
+    return name
 
 
 class SpeculativeAlgorithm(Enum):
@@ -93,6 +107,9 @@ class ServerArgs:
             ``schedule_low_priority_values_first``.
         dp_size: with ``enable_dp_attention``, groups of ranks with requests of their own.
         enable_pdmux: the device pool gets no alternative stream.
+        hicache_storage_backend: a name, or a :class:`refcache.storage.HiCacheStorage`; None: the
+            host is the last tier. ``hicache_storage_prefetch_policy``: when a prefetch is given up.
+        served_model_name: told to the storage backend.
         hicache_size: GB a rank; wins over ``hicache_ratio`` (host tokens / device tokens) above 0.
 
     Raises:
@@ -135,6 +152,10 @@ class ServerArgs:
     hicache_write_policy: str = "write_through"
     hicache_io_backend: str = "auto"
     hicache_mem_layout: str = "layer_first"
+    hicache_storage_backend: Any = None
+    hicache_storage_prefetch_policy: str = "best_effort"
+    hicache_storage_backend_extra_config: str | None = None
+    served_model_name: str | None = None
 
     def __post_init__(self) -> None:
         at_least_one = ["page_size", "max_running_requests", "max_prefill_tokens", "context_length"]
@@ -159,6 +180,7 @@ class ServerArgs:
             "hicache_write_policy": WRITE_POLICIES,
             "hicache_io_backend": IO_BACKENDS,
             "hicache_mem_layout": LAYOUTS,
+            "hicache_storage_prefetch_policy": PREFETCH_STOP_POLICIES,
             "schedule_policy": SCHEDULE_POLICIES,
         }
         for name, known in choices.items():

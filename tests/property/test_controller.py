@@ -520,19 +520,11 @@ def test_bad_construction_is_refused_by_name():
         (UnknownName, {"write_policy": "write_never"}),
         (UnknownName, {"io_backend": "copy"}),
         (InvalidArgument, {"page_size": 4}),
-        (InvalidArgument, {"storage_backend": "file"}),
+        (InvalidArgument, {"storage_backend": "nowhere"}),
     ]:
         with pytest.raises(error):
             HiCacheController(**good | change)
     assert r.pool.layer_transfer_counter is r.controller.layer_done_counter
-
-
-def test_storage_is_refused_and_detaching_it_does_nothing():
-    r = rig()
-    with pytest.raises(InvalidArgument, match="storage_backend='mooncake'"):
-        r.controller.attach_storage_backend("mooncake", prefetch_threshold=1)
-    r.controller.detach_storage_backend()
-    assert not r.controller.enable_storage
 
 
 # ---- small parts ---------------------------------------------------------------------------------

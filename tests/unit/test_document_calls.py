@@ -284,12 +284,6 @@ def test_the_controller_without_an_io_backend_chooses_one():
     assert issubclass(UnknownName, ValueError)  # what the document raises
 
 
-def test_a_storage_backend_is_refused_by_name():
-    allocator, host = parts()
-    with pytest.raises(InvalidArgument, match="storage_backend"):
-        HiCacheController(allocator, host, 4, storage_backend="file")
-
-
 # ---- the scheduler's arguments -------------------------------------------------------------------
 
 

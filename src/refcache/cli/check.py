@@ -68,12 +68,9 @@ def check(
     from refcache.oracle.target.config import DEFAULT_PROFILE, check_profile
     from refcache.oracle.target.resolve import resolve
     from refcache.planted import all_bugs, find
-    from refcache.testing.registry import (
-        check_write_policy,
-        draws_write_policies,
-        list_suites,
-    )
+    from refcache.testing.registry import draws_write_policies, list_suites
     from refcache.testing.xfails import Xfails, read_xfails
+    from refcache.types import check_write_policy
 
     expected = Xfails() if xfails is None else read_xfails(xfails)
     profile = profile or (DEFAULT_PROFILE if exact else None)

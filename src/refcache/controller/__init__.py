@@ -3,6 +3,8 @@
 from refcache.controller.hicache_controller import HiCacheController
 from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
+from refcache.controller.storage_controller import StorageController
+from refcache.controller.storage_operation import PrefetchOperation, StorageOperation
 
 __all__ = [
     "CacheOperation",
@@ -10,5 +12,8 @@ __all__ = [
     "HiCacheController",
     "LayerDoneCounter",
     "LayerLoadingEvent",
+    "PrefetchOperation",
+    "StorageController",
+    "StorageOperation",
     "TransferBuffer",
 ]

@@ -21,7 +21,8 @@ which announces each layer of a load. Nothing is copied at ``load``: the loads o
 and started together by ``start_loading``.
 
 Models SGLang 0.5.10's ``HiCacheController``, which lacks the waits for the forward stream and
-has one launch a layer always. Left out: storage below the host (attaching a backend is refused),
+has one launch a layer always. Storage below the host is
+:mod:`refcache.controller.storage_controller`, whose names are the controller's too. Left out:
 pipeline stages, metrics.
 """
 
@@ -36,10 +37,13 @@ import torch
 from refcache.controller.copy_thread import CopyThread
 from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
+from refcache.controller.storage_controller import StorageController
+from refcache.controller.storage_names import StorageNames
 from refcache.errors import CopyFailed, InvalidArgument, RefcacheError, UnknownName, WrongTier
-from refcache.pool import HostKVCache, HybridLinearKVPool
+from refcache.pool import HostKVCache, HybridLinearKVPool, MLATokenToKVPool
 from refcache.pool.transfer_rule import TransferPlan
 from refcache.runtime import Flags, Runtime
+from refcache.storage import HiCacheStorage, HiCacheStorageConfig
 from refcache.types import IO_BACKENDS, WRITE_POLICIES
 
 
@@ -50,7 +54,7 @@ def rank_of(group: Any) -> tuple[int, int]:
     return 0, 1
 
 
-class HiCacheController:
+class HiCacheController(StorageNames):
     """See the module docstring.
 
     Args:
@@ -62,10 +66,9 @@ class HiCacheController:
         write_policy: kept for the owner.
         io_backend: "kernel", "direct" (the copy engine), or "auto": for each copy the one that
             :meth:`HostKVCache.plan_transfer` picks. "" is "auto".
-        storage_backend: must be None.
-        prefetch_threshold, model_name, storage_backend_extra_config: of the storage backend, which
-            is None: nothing reads them. pp_rank, pp_size, enable_storage_metrics: kept, as in
-            SGLang; storage alone reads them.
+        storage_backend: attached at once, if given; see :meth:`attach_storage_backend`, which gets
+            prefetch_threshold, model_name and storage_backend_extra_config.
+        pp_rank, pp_size, enable_storage_metrics: told to the backend.
         runtime: the machine; the host pool's by default.
 
     Attributes:
@@ -75,6 +78,7 @@ class HiCacheController:
         forward_stream: what copies wait for besides their caller; None: the caller's is it.
         last_plan: which way the last copy went, and why.
         phase: what runs beside copies from now on, if the caller says so ("prefill", "decode").
+        storage: who talks to storage; its names are this class's too.
         load_slot_waits: how often ``start_loading`` found its slot busy, and the host waited.
 
     Raises:
@@ -91,7 +95,7 @@ class HiCacheController:
         load_cache_event: threading.Event | None = None,
         write_policy: str = "write_through_selective",
         io_backend: str = "auto",
-        storage_backend: str | None = None,
+        storage_backend: str | HiCacheStorage | None = None,
         prefetch_threshold: int = 256,
         model_name: str | None = None,
         storage_backend_extra_config: dict[str, Any] | None = None,
@@ -109,8 +113,6 @@ class HiCacheController:
             raise UnknownName("io_backend", io_backend, IO_BACKENDS)
         if page_size != mem_pool_host.page_size:
             raise InvalidArgument(f"{page_size=}: expected {mem_pool_host.page_size}, as the pools")
-        if storage_backend is not None:
-            self.attach_storage_backend(storage_backend)
         self.runtime: Runtime = runtime or mem_pool_host.runtime
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
         pool = token_to_kv_pool_allocator.get_kvcache()
@@ -122,12 +124,31 @@ class HiCacheController:
         self.load_cache_event = load_cache_event
         self.write_policy = write_policy
         self.io_backend = io_backend
-        self.enable_storage = False
-        self.storage_backend = None
-        self.storage_backend_type = None
         self.pp_rank = pp_rank
         self.pp_size = pp_size
         self.enable_storage_metrics = enable_storage_metrics
+        self.storage = StorageController(
+            mem_pool_host,
+            self.mem_pool_device.size,
+            page_size,
+            HiCacheStorageConfig(
+                tp_rank=self.tp_rank,
+                tp_size=self.tp_world_size,
+                pp_rank=pp_rank,
+                pp_size=pp_size,
+                is_mla_model=isinstance(self.mem_pool_device, MLATokenToKVPool),
+                enable_storage_metrics=enable_storage_metrics,
+                is_page_first_layout=mem_pool_host.layout == "page_first",
+            ),
+            self.runtime,
+        )
+        if storage_backend is not None:
+            try:
+                self.attach_storage_backend(
+                    storage_backend, prefetch_threshold, model_name, storage_backend_extra_config
+                )
+            except ValueError as error:
+                raise InvalidArgument(f"storage_backend={storage_backend!r}: {error}") from error
         self.device = self.mem_pool_device.device
         self.layer_num: int = self.mem_pool_device.layer_num
         self.layer_done_counter = LayerDoneCounter(self.layer_num, self.runtime)
@@ -363,7 +384,12 @@ class HiCacheController:
         self.forget()
 
     def wait_for_copies(self) -> None:
-        """The host waits for everything that was started."""
+        """The host waits for everything that was started; what goes on in storage is given up.
+
+        Raises:
+            StorageBusy: as :meth:`StorageController.quiesce`.
+        """
+        self.storage.quiesce()
         self._writer.drain()
         self._loader.drain()
         self.write_stream.synchronize()
@@ -382,19 +408,7 @@ class HiCacheController:
         self.write_buffer.clear()
         self.load_buffer.clear()
         self.layer_done_counter.reset()
-
-    def attach_storage_backend(self, storage_backend: str, *_: Any, **__: Any) -> None:
-        """Always refused.
-
-        Raises:
-            InvalidArgument: a tier below the host is not modelled.
-        """
-        raise InvalidArgument(
-            f"{storage_backend=}: expected None, a tier below the host is not modelled"
-        )
-
-    def detach_storage_backend(self) -> None:
-        """Nothing is ever attached: does nothing."""
+        self.storage.forget()
 
     @contextmanager
     def _started(self, by: CopyThread) -> Iterator[None]:

@@ -104,6 +104,7 @@ class Req:
 
     Attributes:
         time_stats: when it came into the queue.
+        storage_hit_length: tokens that storage brought to the host for it.
         cached_tokens: prompt tokens that the cache had at the first admission (None before).
         is_chunked: chunks launched, but not the last one, whose result is not processed yet.
         load_failed: the load of its host hit could not be started, so it is computed.
@@ -168,6 +169,7 @@ class Req:
         self.last_node: Any = None
         self.last_host_node: Any = None
         self.host_hit_length = 0
+        self.storage_hit_length = 0
         self.load_failed = False
         self.mamba_branching_seqlen: int | None = None
         self.cache_protected_len = 0

@@ -129,11 +129,8 @@ class StandIn(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if _below(name, self.names):
+        if _below(name, NAMES):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -157,14 +154,14 @@ class _Cudart:
 
 
 @contextmanager
-def install(names: Sequence[str] = NAMES) -> Iterator[None]:
-    """Put the stand-ins in place while an engine is imported.
+def install() -> Iterator[None]:
+    """Put the stand-ins in place while the engine is imported.
 
-    Packages of ``names`` that were imported before come back afterwards; the stand-ins of all
+    Packages of ``NAMES`` that were imported before come back afterwards; the stand-ins of all
     others stay, for imports that the engine makes later.
     """
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _below(name, names)}
-    sys.meta_path.insert(0, _Finder(names))
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _below(name, NAMES)}
+    sys.meta_path.insert(0, _Finder())
     if not torch.cuda.is_available():
         torch.cuda.cudart = _Cudart
     try:

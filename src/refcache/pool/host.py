@@ -4,10 +4,11 @@ A host pool is built from the planes that its device pool declares (name, heads,
 every plane has its counterpart and nothing is computed again from a model's configuration. Slots
 are handed out in whole pages, numbered from 0.
 
-How rows move between the tiers is :mod:`refcache.pool.host_copies`.
+How rows move between the tiers is :mod:`refcache.pool.host_copies`; pages as flat tensors, for
+storage below the host, are :mod:`refcache.pool.host_pages`.
 
 Models SGLang's ``HostKVCache``, ``MHATokenToKVPoolHost`` and ``MLATokenToKVPoolHost``; left out:
-pages as flat tensors (for storage below the host), and the check that enough host memory is free.
+the check that enough host memory is free.
 """
 
 import weakref
@@ -23,6 +24,7 @@ from refcache.errors import (
 )
 from refcache.pool.device import MHATokenToKVPool, MLATokenToKVPool
 from refcache.pool.host_copies import HostCopies, check_device_pool
+from refcache.pool.host_pages import HostPages
 from refcache.pool.host_slots import HostSlots
 from refcache.pool.kv_cache import KVCache
 from refcache.pool.pinned import (
@@ -36,7 +38,7 @@ from refcache.runtime import Runtime
 from refcache.types import ServerArgs
 
 
-class HostKVCache(HostSlots, HostCopies):
+class HostKVCache(HostSlots, HostCopies, HostPages):
     """Slots and rows on the host for the planes of one device pool.
 
     Args:

@@ -139,3 +139,11 @@ class Layout:
             (self.page_stride, self.slot_stride, self.head_stride, 1),
             buffer.storage_offset() + layer * self.layer_stride,
         )
+
+    def page(self, buffer: "torch.Tensor", page: int) -> "torch.Tensor":
+        """A view ``[L, P, H, D]`` of a page of ``buffer``; writing to it writes the buffer."""
+        return buffer.as_strided(
+            (self.layer_num, self.page_size, self.head_num, self.head_dim),
+            (self.layer_stride, self.slot_stride, self.head_stride, 1),
+            buffer.storage_offset() + page * self.page_stride,
+        )

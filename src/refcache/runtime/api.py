@@ -86,6 +86,17 @@ class Thread(Protocol):
         """Wait until every job so far has run."""
         ...
 
+    def stop(self, timeout: float | None = None) -> bool:
+        """Run every job so far, then end the thread; the next ``submit`` starts another.
+
+        Args:
+            timeout: seconds to wait at most; None waits for ever. It is for real threads.
+
+        Returns:
+            False: the time was over; the thread goes on as if nothing had been asked.
+        """
+        ...
+
 
 @dataclass
 class Flags:
@@ -156,8 +167,8 @@ class Runtime(Protocol):
         ...
 
     def Queue(self) -> Any:
-        """A queue between host threads (``put``, ``get_nowait``, ``empty``); ``get_nowait`` is
-        ordered after the ``put`` of the item, and raises ``queue.Empty``."""
+        """A queue between host threads (``put``, ``get_nowait``, ``empty``, ``qsize``);
+        ``get_nowait`` is ordered after the ``put`` of the item, and raises ``queue.Empty``."""
         ...
 
     def actor(self, name: str) -> AbstractContextManager[Any]:

@@ -60,6 +60,9 @@ class ImmediateThread:
 
     def drain(self) -> None: ...
 
+    def stop(self, timeout: float | None = None) -> bool:
+        return True
+
 
 class ImmediateRuntime:
     """See the module docstring. Implements :class:`refcache.runtime.api.Runtime`."""

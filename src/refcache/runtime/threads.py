@@ -66,23 +66,40 @@ class IssuingThread:
         self.name = name
         self._prepare = prepare
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._started = False
+        self._thread: threading.Thread | None = None
+        self._at_end: weakref.finalize[Any, Any] | None = None
 
     def submit(self, job: Job) -> None:
         """Have ``job()`` run on the thread, after all earlier jobs; returns at once."""
-        if not self._started:
-            self._started = True
+        if self._thread is None:
             arguments = (self._jobs, self._prepare)
-            threading.Thread(target=_run, args=arguments, name=self.name, daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+            self._thread = threading.Thread(
+                target=_run, args=arguments, name=self.name, daemon=True
+            )
+            self._thread.start()
+            self._at_end = weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
 
     def drain(self) -> None:
         """Wait until every job so far has run."""
-        if self._started:
-            done = threading.Event()
-            self._jobs.put(done.set)
-            done.wait()
+        self._drained(None)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Run every job so far, then end; False (and nothing changed) if that takes too long."""
+        if not self._drained(timeout):
+            return False
+        if self._thread is not None and self._at_end is not None:
+            self._at_end()  # puts what ends the loop
+            self._thread.join()
+            self._thread = self._at_end = None
+        return True
+
+    def _drained(self, timeout: float | None) -> bool:
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout)
 
 
 def _run(jobs: "SimpleQueue[Job | None]", prepare: Job) -> None:

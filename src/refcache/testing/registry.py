@@ -136,13 +136,3 @@ def list_suites(select: str | None = None) -> list[str]:
 def draws_write_policies(suite: str) -> bool:
     """Whether a suite draws the write policies of a host tier."""
     return suite in SUITES and suite.startswith("hicache.")
-
-
-def check_write_policy(name: str) -> None:
-    """Refuse what names no write policy.
-
-    Raises:
-        UnknownName: with the names that there are.
-    """
-    if name not in WRITE_POLICIES:
-        raise UnknownName("write policy", name, WRITE_POLICIES)

@@ -28,10 +28,10 @@ from refcache.testing.registry import (
     EXPLORED,
     SUITES,
     Share,
-    check_write_policy,
     draws_write_policies,
     needs_of,
 )
+from refcache.types import check_write_policy
 
 MAX_EXAMPLES = 100
 HUNT_EXAMPLES = 1000

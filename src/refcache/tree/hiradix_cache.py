@@ -25,7 +25,8 @@ the host are closed as well (T3), since a node whose parent has no host copy is 
 
 Models SGLang 0.5.10's ``HiRadixCache``, without its corruption bugs (load-back does not protect its
 host slots, host leaves defined by device state, nodes queued that were never written, acks of loads
-not agreed between ranks). Left out: storage below the host, prefetch, the metrics.
+not agreed between ranks). What it does with storage below the host is
+:mod:`refcache.tree.storage`, under SGLang's names: ``storage_names``. Left out: the metrics.
 """
 
 import heapq
@@ -43,6 +44,8 @@ from refcache.tree.consensus import consensus_of
 from refcache.tree.insert_plan import Halves, InsertPlan
 from refcache.tree.node import TreeNode
 from refcache.tree.radix_cache import RadixCache
+from refcache.tree.storage import TreeStorage
+from refcache.tree.storage_names import StorageNames
 from refcache.types import (
     CacheInitParams,
     EvictParams,
@@ -57,7 +60,7 @@ LOAD_BACK_THRESHOLD = 10  # tokens; a smaller load costs more than computing the
 HITS_UNTIL_WRITTEN = {"write_through": 1, "write_through_selective": 2}
 
 
-class HiRadixCache(RadixCache):
+class HiRadixCache(RadixCache, StorageNames):
     """See the module docstring.
 
     Attributes:
@@ -67,6 +70,7 @@ class HiRadixCache(RadixCache):
         ongoing_write_through, ongoing_load_back: node id to the fragments of a running copy, in
             path order; the last one is the node that the operation began with.
         evictable_host_leaves: on the host only, unlocked, without a child on the host.
+        storage: what goes on in storage, and the policies for it.
         failed_copies: errors of writes that ``check_hicache_events`` has to raise yet.
 
     Raises:
@@ -87,20 +91,35 @@ class HiRadixCache(RadixCache):
             load_cache_event=self.load_cache_event,
             write_policy=server_args.hicache_write_policy,
             io_backend=server_args.hicache_io_backend,
+            pp_rank=params.pp_rank,
+            pp_size=params.pp_size,
             runtime=params.runtime,
         )
         self.tp_group = consensus_of(params.tp_cache_group)
         self.tp_world_size = self.cache_controller.tp_world_size
         self.pp_rank, self.pp_size = params.pp_rank, params.pp_size
-        self.enable_storage = self.enable_storage_metrics = False
-        self.write_policy = server_args.hicache_write_policy
-        self.write_through_threshold = HITS_UNTIL_WRITTEN.get(self.write_policy)
+        self.enable_storage_metrics = False
+        self.storage = TreeStorage(self, params.clock)
+        self._set_write_policy(server_args.hicache_write_policy)
         self.load_back_threshold = LOAD_BACK_THRESHOLD
         self.ongoing_write_through: dict[int, list[TreeNode]] = {}
         self.ongoing_load_back: dict[int, list[TreeNode]] = {}
         self.evictable_host_leaves: set[TreeNode] = set()
         self.failed_copies: list[Exception] = []
         super().__init__(params)
+        if server_args.hicache_storage_backend is not None:
+            self.storage.attach(
+                server_args.hicache_storage_backend,
+                server_args.hicache_storage_backend_extra_config,
+                server_args.served_model_name,
+                server_args.hicache_storage_prefetch_policy,
+            )
+        else:
+            self.storage.prefetch_stop_policy = server_args.hicache_storage_prefetch_policy
+
+    def _set_write_policy(self, name: str) -> None:
+        self.write_policy = self.cache_controller.write_policy = name
+        self.write_through_threshold = HITS_UNTIL_WRITTEN.get(name)
 
     def reset(self) -> None:
         """Wait for every copy, then forget everything; the host pool is empty afterwards."""
@@ -113,6 +132,7 @@ class HiRadixCache(RadixCache):
         self.ongoing_load_back.clear()
         self.evictable_host_leaves.clear()
         self.failed_copies.clear()
+        self.storage.reset()
         self._plant(root)
 
     # ---- device to host --------------------------------------------------------------------------
@@ -165,8 +185,10 @@ class HiRadixCache(RadixCache):
             done = self._finished_everywhere(acks)
         for ack in acks[:done]:
             for node_id in ack.node_ids:
-                for node in self._release(self.ongoing_write_through.pop(node_id)):
+                nodes = self._release(self.ongoing_write_through.pop(node_id))
+                for node in nodes:
                     self.events.stored(node, MEDIUM_CPU)
+                self.storage.write(nodes)
         del acks[:done]
 
     def _release(self, nodes: list[TreeNode]) -> list[TreeNode]:
@@ -434,11 +456,9 @@ class HiRadixCache(RadixCache):
         """
         self.writing_check()
         self.loading_check()
+        self.storage.drain()
         if self.failed_copies:
             raise self.failed_copies.pop(0)
-
-    def shutdown(self) -> None:
-        """Nothing to detach: there is no tier below the host."""
 
     # ---- helpers ---------------------------------------------------------------------------------
 
@@ -462,16 +482,20 @@ class HiRadixCache(RadixCache):
             node = self._parent(node)
         return MatchResult(slots, last_device_node, node, host_hit_length=self._host_hit(node))
 
+    def prefix_length(self, node: TreeNode) -> int:
+        """How many tokens lie from the root to the end of ``node``."""
+        return sum(len(step.key) for step in self._path(node))
+
     def _host_hit(self, node: TreeNode) -> int:
         """How many tokens of the path that ends at ``node`` are on the host only."""
         return sum(len(step.key) for step in self._path(node) if step.evicted)
 
     def _split_node(self, halves: Halves) -> TreeNode:
         upper = super()._split_node(halves)
-        for operations in (self.ongoing_write_through, self.ongoing_load_back):
-            for nodes in operations.values():
-                if halves.child in nodes:
-                    nodes.insert(nodes.index(halves.child), upper)
+        copies = (*self.ongoing_write_through.values(), *self.ongoing_load_back.values())
+        for nodes in (*copies, *self.storage.operations()):
+            if halves.child in nodes:
+                nodes.insert(nodes.index(halves.child), upper)
         return upper
 
     def _place(self, node: TreeNode, slots: torch.Tensor) -> None:

@@ -351,7 +351,24 @@ class Scheduler:
             return
         outputs = max(1, min(req.sampling_params.max_new_tokens, self.max_req_len - prompt))
         req.sampling_params = replace(req.sampling_params, max_new_tokens=outputs)
+        self._prefetch_kvcache(req)
         self.waiting_queue.append(req)
+
+    @property
+    def enable_hicache_storage(self) -> bool:
+        """A storage backend is attached below the host tier."""
+        return self.enable_hierarchical_cache and bool(
+            getattr(self.tree_cache, "enable_storage", False)
+        )
+
+    def _prefetch_kvcache(self, req: Req) -> None:
+        """Ask storage for what follows the host's copy of the prompt."""
+        if not self.enable_hicache_storage:
+            return
+        req.init_next_round_input(self.tree_cache)
+        node = req.last_host_node
+        rest = req.fill_ids[self.tree_cache.prefix_length(node) :]
+        self.tree_cache.prefetch_from_storage(req.rid, node, rest, extra_key=req.extra_key)
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """End requests early: at once one that waits, else at its next result or chunk boundary.
@@ -362,6 +379,8 @@ class Scheduler:
         for req in [self.live_reqs[rid] for rid in named if rid in self.live_reqs]:
             if req in self.waiting_queue:
                 self.waiting_queue.remove(req)
+                if self.enable_hicache_storage:
+                    self.tree_cache.release_aborted_request(req.rid)
                 req.finished_reason = FINISH_ABORT(recv_req.abort_message)
                 self.output_processor.hand_out(req)
             else:
@@ -583,6 +602,8 @@ class Scheduler:
                 self.enable_priority_preemption and adder.preempt_to_schedule(req, self.server_args)
             ):
                 break
+            if self.enable_hicache_storage and not self._prefetched(req):
+                continue
             req.init_next_round_input(self.tree_cache)
             result = adder.add_one_req(req, has_chunked_req=self.chunked_req is not None)
             if result is not AddReqResult.CONTINUE:
@@ -593,6 +614,13 @@ class Scheduler:
         for req in adder.preempt_list:
             self._back_to_queue(req, len(self.waiting_queue))
         return adder
+
+    def _prefetched(self, req: Req) -> bool:
+        """Whether nothing goes on in storage for a request; then what came for it is counted."""
+        if not self.tree_cache.check_prefetch_progress(req.rid):
+            return False
+        req.storage_hit_length += self.tree_cache.pop_prefetch_loaded_tokens(req.rid)
+        return True
 
     def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
         return ScheduleBatch.init_new(

@@ -182,6 +182,11 @@ class SimulatedThread:
         """Wait until every job so far has run."""
         self.machine._drain(self)
 
+    def stop(self, timeout: float | None = None) -> bool:
+        """As :meth:`drain`: there is no thread to end."""
+        self.drain()
+        return True
+
 
 class SimulatedLock:
     """Taking it comes after whatever its last holder did."""
@@ -221,3 +226,6 @@ class SimulatedQueue:
 
     def empty(self) -> bool:
         return not self.items
+
+    def qsize(self) -> int:
+        return len(self.items)

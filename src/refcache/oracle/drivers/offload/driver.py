@@ -46,8 +46,6 @@ class OffloadDriver(Driver):
         bench = self.bench
         if bench.traits.tiers:
             wanted = [k for k in _distinct(keys) if k in bench.ever and bench.lookup([k])]
-            if bench.lookup(wanted) < len(wanted):  # one took the room of another
-                return
         else:
             wanted = [k for k in _distinct(keys) if k in bench.stored]
         if wanted:
@@ -114,12 +112,13 @@ class OffloadDriver(Driver):
         bench = self.bench
         return (k for k in itertools.count(FRESH) if k not in bench.stored | bench.storing)
 
-    def _ends(self, jobs: list[list[int]], job: int, first: int) -> list[int]:
+    @staticmethod
+    def _ends(jobs: list[list[int]], job: int, first: int) -> list[int]:
         """Take these keys out of an open job, and the job off the list when it is over."""
         if not jobs:
             return []
         job %= len(jobs)
-        keys = jobs[job][: None if self.bench.traits.whole_jobs else first or None]
+        keys = jobs[job][: first or None]
         del jobs[job][: len(keys)]
         if not jobs[job]:
             del jobs[job]

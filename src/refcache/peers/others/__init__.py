@@ -1,1 +1,0 @@
-"""Caches of other engines, unmodified, as targets: ``vllm:NAME``, ``lmcache:NAME``."""
