@@ -1,19 +1,25 @@
 """A call that fails inside leaves nothing behind; a copy that fails is computed instead."""
 
+from array import array
 from contextlib import suppress
 
 import pytest
 import torch
 
-from refcache.allocator import TokenToKVPoolAllocator
-from refcache.engine import ModelConfig, SamplingParams, Scheduler, TokenizedGenerateReqInput
+from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from refcache.engine import ModelConfig, Req, SamplingParams, Scheduler, TokenizedGenerateReqInput
+from refcache.engine.alloc import release_kv_cache
 from refcache.engine.scheduling.observer import SchedulerObserver
-from refcache.errors import CopyFailed, ForeignNode, InvalidArgument, StaleMatch
+from refcache.errors import CopyFailed, DoubleFree, ForeignNode, InvalidArgument, StaleMatch
 from refcache.keys import RadixKey
 from refcache.oracle import HiCacheDriver, resolve
+from refcache.oracle.drivers.hicache.faults import InjectedFault, InnerSteps
+from refcache.pool import ReqToTokenPool
 from refcache.tags import greedy
+from refcache.tree import RadixCache
 from refcache.types import (
     WRITE_POLICIES,
+    CacheInitParams,
     EvictParams,
     InitLoadBackParams,
     InsertParams,
@@ -444,3 +450,162 @@ def test_a_step_that_raises_makes_its_requests_wait_again(overlap, inner, monkey
             assert list(req.output_ids) == greedy(prompts[req.rid], 3, 3)
         assert len(scheduler.finished_reqs) == 3
         all_is_free(scheduler)
+
+
+# ---- what a request holds is given back wholly, or not at all -----------------------------------
+
+
+class Plain:
+    """An allocator of somebody else: SGLang's calls, and nothing of refcache's own."""
+
+    def __init__(self, inner, names):
+        self.inner, self.names = inner, names
+
+    def __getattr__(self, name):
+        if name not in self.names:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+ALLOCATOR = ("alloc", "free", "available_size", "device")
+
+
+@pytest.mark.parametrize(
+    "offers", [(), ("free_each",), ("backup_state", "restore_state")], ids=["plain", "each", "undo"]
+)
+@pytest.mark.parametrize("is_insert", [True, False])
+def test_a_finish_whose_tail_cannot_be_freed_changes_nothing(offers, is_insert):
+    inner = PagedTokenToKVPoolAllocator(64, 4, torch.int64, "cpu", None)
+    allocator = Plain(inner, ALLOCATOR + offers)
+    rows = ReqToTokenPool(4, 64)
+    tree = RadixCache(CacheInitParams(False, rows, allocator, 4))
+
+    def computed(rid):
+        req = Req(rid, "", array("I", [1, 2, 3, 4, 5, 6]), SamplingParams(4))
+        rows.alloc([req])
+        req.last_node = tree.root_node
+        req.kv_committed_len = req.kv_allocated_len = 6
+        rows.write((req.req_pool_idx, slice(0, 6)), allocator.alloc(8)[:6])
+        return req
+
+    tree.cache_finished_req(computed("first"))
+    second = computed("second")
+    tail = rows.read(second.req_pool_idx, slice(4, 6))
+    allocator.free(tail)
+    before = inner.free_pages.tolist()
+    with pytest.raises(DoubleFree):
+        tree.cache_finished_req(second, is_insert=is_insert)
+    assert not second.kv_committed_freed
+    if not offers:
+        return  # nobody can take the first of two frees back
+    assert inner.free_pages.tolist() == before
+    allocator.alloc(4)  # the page that was lost
+    tree.cache_finished_req(second, is_insert=is_insert)
+    assert inner.available_size() == 60
+    assert tree.evict(EvictParams(4)).num_tokens_evicted == 4
+
+
+def owners(page_size, need_sort):
+    """Two allocators in one state: pages 2 to 8 are handed out, and freed ones wait."""
+    for _ in range(2):
+        if page_size == 1:
+            made = TokenToKVPoolAllocator(8, torch.int64, "cpu", None, need_sort)
+        else:
+            made = PagedTokenToKVPoolAllocator(
+                8 * page_size, page_size, torch.int64, "cpu", None, need_sort
+            )
+        made.alloc(8 * page_size)
+        made.free(torch.tensor([page_size]))
+        yield made
+
+
+def lists_of(made):
+    queued = [pages.tolist() for pages in made.free_group]
+    return made.free_pages.tolist(), made.release_pages.tolist(), queued, made._held.tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("need_sort", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_lists_freed_in_one_call_are_freed_in_turn(page_size, need_sort, grouped):
+    together, in_turn = owners(page_size, need_sort)
+    pages = ([6, 3], [], [5], [8, 2])
+    lists = [torch.tensor(some, dtype=torch.int64) * page_size for some in pages]
+    for made in (together, in_turn):
+        if grouped:
+            made.free_group_begin()
+    together.free_each(lists)
+    for slots in lists:
+        in_turn.free(slots)
+    assert lists_of(together) == lists_of(in_turn)
+    if grouped:
+        together.free_group_end()
+        in_turn.free_group_end()
+        assert lists_of(together) == lists_of(in_turn)
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    "second", [[1], [3], [0], [9], [-1], [1.5]],
+    ids=["free", "in the first", "dummy", "beyond", "negative", "floats"],
+)  # fmt: skip
+def test_of_lists_one_of_which_is_refused_none_is_freed(page_size, grouped, second):
+    made, _ = owners(page_size, False)
+    if grouped:
+        made.free_group_begin()
+    before = lists_of(made)
+    with pytest.raises((DoubleFree, InvalidArgument)):
+        made.free_each([torch.tensor([4, 3]) * page_size, torch.tensor(second) * page_size])
+    assert lists_of(made) == before
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("need_sort", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_free_inside_which_something_fails_frees_nothing(page_size, need_sort, grouped):
+    made, _ = owners(page_size, need_sort)
+    if grouped:
+        made.free_group_begin()
+    before, lists = (
+        lists_of(made),
+        [torch.tensor([4, 3]) * page_size, torch.tensor([page_size * 7])],
+    )
+    steps = InnerSteps((), tensors=True)
+    for number in range(1, 200):
+        with suppress(InjectedFault), steps.armed(number):
+            made.free_each(lists)
+        if steps.raised is None:
+            break
+        assert lists_of(made) == before, number
+    assert number > 5
+    assert lists_of(made) != before
+
+
+@pytest.mark.parametrize("part", ["committed", "allocated", "row"])
+def test_a_release_that_fails_half_way_can_be_made_again(part):
+    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.int64, "cpu", None)
+    rows = ReqToTokenPool(4, 64)
+    tree = RadixCache(CacheInitParams(False, rows, allocator, 4))
+    req = Req("r", "", array("I", range(6)), SamplingParams(4))
+    rows.alloc([req])
+    req.last_node = tree.root_node
+    req.kv_committed_len, req.kv_allocated_len = 6, 12
+    rows.write((req.req_pool_idx, slice(0, 12)), allocator.alloc(12))
+    owner, nth = {"committed": (allocator, 1), "allocated": (allocator, 2), "row": (rows, 1)}[part]
+    free, calls = owner.free, []
+
+    def fails(given):
+        calls.append(given)
+        if len(calls) == nth:
+            raise FAULT
+        free(given)
+
+    owner.free = fails
+    with pytest.raises(RuntimeError, match="the link is down"):
+        release_kv_cache(req, tree)
+    release_kv_cache(req, tree)
+    assert (allocator.available_size(), tree.evictable_size()) == (60, 4)
+    assert rows.available_size() == 4
+    with pytest.raises(DoubleFree):
+        release_kv_cache(req, tree)

@@ -30,6 +30,7 @@ def test_every_kind_of_call_and_step_is_met():
                 d.admit((1, 1, 1, 1, 2))
                 d.cache(0)
                 d.decode(0, 1)
+                d.decode(0, 1)
                 d.finish(0)
                 d.poll()
                 d.settle()
@@ -46,11 +47,13 @@ def test_every_kind_of_call_and_step_is_met():
     assert calls >= {
         "alloc", "alloc_extend", "cache_unfinished_req", "cache_finished_req", "evict", "write",
         "init_load_back", "ready_to_load_host_cache", "check_hicache_events", "reset", "load",
-        "start_loading", "step",
+        "start_loading", "step", "free", "evict_host of slots",
     }  # fmt: skip
     assert {step for _, step in pairs} == {
-        "device slots", "host slots", "row", "launch", "event", "hash"
+        "device slots", "device slots back", "host slots", "host slots back", "row", "row back",
+        "launch", "event", "hash",
     }  # fmt: skip
+    assert ("cache_finished_req", "device slots back") in pairs
 
 
 @pytest.mark.parametrize(

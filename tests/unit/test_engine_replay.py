@@ -135,8 +135,8 @@ def test_bad_configurations(arguments, match):
 class KeepsDuplicates(CountingRadixCache):
     """Frees one page less than it should: a leak."""
 
-    def _free(self, slots):
-        super()._free(slots[64:])
+    def _free(self, *lists):
+        super()._free(*(slots[64:] for slots in lists))
 
 
 class LosesALock(CountingRadixCache):

@@ -7,13 +7,13 @@ owners of one page. Page 0 is the dummy
 page for padded tokens: never handed out, never freed. With page size 1 a page is a slot.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from refcache.arguments import shown, slot_list, whole_number
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
-from refcache.reference.alloc import INTEGERS
 from refcache.runtime import ImmediateRuntime, Runtime
 
 
@@ -64,9 +64,8 @@ class BaseTokenToKVPoolAllocator:
         need_sort: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        if page_size < 1:
-            raise InvalidArgument(f"page_size={page_size}: expected at least 1")
-        if size < page_size or size % page_size:
+        page_size = whole_number("page_size", page_size, 1)
+        if whole_number("size", size) < page_size or size % page_size:
             raise InvalidArgument(f"size={size}: expected whole pages of {page_size}")
         self.size = size
         self.page_size = page_size
@@ -110,7 +109,7 @@ class BaseTokenToKVPoolAllocator:
         Raises:
             InvalidArgument: ``need_size`` negative or not in whole pages.
         """
-        if need_size < 0 or need_size % self.page_size:
+        if whole_number("need_size", need_size) % self.page_size:
             raise InvalidArgument(
                 f"alloc({need_size}): expected a multiple of page_size={self.page_size}, 0 or more"
             )
@@ -126,16 +125,31 @@ class BaseTokenToKVPoolAllocator:
             free_index: integer ``[n]``, in any order.
 
         Raises:
-            InvalidArgument: not a one-dimensional integer tensor.
+            InvalidArgument: not a one-dimensional integer tensor on the allocator's device.
             InvalidSlot: a slot of the dummy page, or out of range.
             DoubleFree: a page that is free already, or queued in the open group.
         """
-        if free_index.dim() != 1 or free_index.dtype not in INTEGERS:
-            raise InvalidArgument(
-                f"free: {free_index.dtype} {tuple(free_index.shape)}; expected integers [n]"
-            )
-        if free_index.numel() == 0:
+        self.free_each((free_index,))
+
+    def free_each(self, lists: Iterable[torch.Tensor]) -> None:
+        """``free`` of one list after another, as one call: all are given back, or none.
+
+        A page must not be in two of them. Raises as :meth:`free`.
+        """
+        given = [slot_list("free", slots, self.device) for slots in lists]
+        freed = [self._checked(slots) for slots in given if len(slots)]
+        if not freed:
             return
+        pages = freed[0] if len(freed) == 1 else self._apart(freed)
+        lists_after = self._given_back(pages) if self.is_not_in_free_group else None
+        self._held[pages] = False
+        if lists_after is None:
+            self.free_group += freed
+        else:
+            self.free_pages, self.release_pages = lists_after
+
+    def _checked(self, free_index: torch.Tensor) -> torch.Tensor:
+        """The pages that a free of these slots gives back."""
         self.runtime.host_sync()
         pages = self._pages_of(free_index)
         low, high = (int(bound) for bound in pages.aminmax())
@@ -147,12 +161,14 @@ class BaseTokenToKVPoolAllocator:
         if not held.all():
             twice = pages[~held].tolist()
             raise DoubleFree(f"free of page {twice[0]}: it is free already, or queued to be freed")
-        lists = self._given_back(pages) if self.is_not_in_free_group else None
-        self._held[pages] = False
-        if lists is None:
-            self.free_group.append(pages)
-        else:
-            self.free_pages, self.release_pages = lists
+        return pages
+
+    def _apart(self, freed: list[torch.Tensor]) -> torch.Tensor:
+        """The pages of several frees, in the order in which one call would free them."""
+        pages = self._in_turn(freed)
+        if len(torch.unique(pages)) < len(pages):
+            raise DoubleFree("free of several lists: a page is in two of them")
+        return pages
 
     def free_group_begin(self) -> None:
         """Queue the frees that follow until ``free_group_end``. Groups do not nest.
@@ -191,16 +207,26 @@ class BaseTokenToKVPoolAllocator:
         """Undo every alloc and free since ``backup_state``.
 
         Raises:
-            InvalidArgument: a free group is open, or the free pages are lent.
+            InvalidArgument: a free group is open, the free pages are lent, or this is no state of
+                such an allocator.
         """
         if not self.is_not_in_free_group:
             raise InvalidArgument("restore_state: a free group is open")
         self._check_not_lent("restore_state")
-        free_pages, release_pages = state
+        if not isinstance(state, tuple | list) or len(state) != 2:
+            raise InvalidArgument(f"restore_state({shown(state)}): expected what backup_state gave")
+        free_pages, release_pages = (slot_list("restore_state", s, self.device) for s in state)
+        pages = torch.cat([free_pages, release_pages]).to(torch.int64)
+        inside = (pages >= 1) & (pages <= self.num_pages)
         held = torch.ones_like(self._held)
         held[0] = False
-        held[free_pages] = False
-        held[release_pages] = False
+        held[pages * inside] = False
+        self.runtime.host_sync()
+        if not inside.all() or int(held.count_nonzero()) != self.num_pages - len(pages):
+            raise InvalidArgument(
+                f"restore_state of {len(pages)} pages: expected each of 1 to {self.num_pages} once "
+                "at most"
+            )
         self.free_pages, self.release_pages, self._held = free_pages, release_pages, held
 
     def lend_free_pages(self) -> LentPages:
@@ -295,6 +321,10 @@ class BaseTokenToKVPoolAllocator:
 
     def _order(self, pages: torch.Tensor) -> torch.Tensor:
         """The order in which the pages of a whole free group are freed."""
+        raise NotImplementedError
+
+    def _in_turn(self, freed: list[torch.Tensor]) -> torch.Tensor:
+        """The pages of one free after another, as one free that leaves the same lists."""
         raise NotImplementedError
 
     def _given_back(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

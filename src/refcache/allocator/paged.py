@@ -159,6 +159,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def _order(self, pages: torch.Tensor) -> torch.Tensor:
         return pages.sort().values
 
+    def _in_turn(self, freed: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(freed[::-1])
+
     def _given_back(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.need_sort:
             return self.free_pages, torch.cat([pages, self.release_pages])

@@ -35,6 +35,9 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def _order(self, pages: torch.Tensor) -> torch.Tensor:
         return pages
 
+    def _in_turn(self, freed: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(freed)
+
     def _given_back(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.need_sort:
             return self.free_pages, torch.cat([self.release_pages, pages])

@@ -179,15 +179,20 @@ def alloc_for_decode(batch: Batch, token_per_req: int = 1) -> torch.Tensor:
 def release_kv_cache(req: Req, tree_cache: Any, is_insert: bool = True) -> None:
     """Give up everything a request holds: KV to the tree (or free), lock, row.
 
-    With ``is_insert`` false its private pages are freed, not cached.
+    With ``is_insert`` false its private pages are freed, not cached. These are three parts: a call
+    that raises has done the first ones wholly, and goes on from there when it is made again.
+
+    Raises:
+        DoubleFree: the request has given up everything already.
     """
-    tree_cache.cache_finished_req(req, is_insert=is_insert)
+    if not req.kv_committed_freed or req.req_pool_idx is None:
+        tree_cache.cache_finished_req(req, is_insert=is_insert)
     page_size = tree_cache.page_size
-    start, end = req.pop_overallocated_kv_cache()
-    start = -(-start // page_size) * page_size
-    if start < end:
+    start, end = -(-req.kv_committed_len // page_size) * page_size, req.kv_allocated_len
+    if start < end and not req.kv_overallocated_freed:
         row = tree_cache.req_to_token_pool.read(req.req_pool_idx, slice(start, end))
         tree_cache.token_to_kv_pool_allocator.free(row)
+        req.pop_overallocated_kv_cache()
     tree_cache.req_to_token_pool.free(req)
 
 

@@ -82,7 +82,22 @@ def _batch_kept(original: Function) -> Function:
     return lambda scheduler, failure: None
 
 
+def _freed_in_parts(original: Function) -> Function:
+    def _free(self: Any, *lists: Any) -> None:
+        for slots in lists:
+            original(self, slots)
+
+    return _free
+
+
 BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        "finish-frees-in-parts",
+        "slip",
+        "a finished request's duplicates stay freed when its tail cannot be",
+        "refcache.tree.radix_cache:RadixCache._free",
+        _freed_in_parts,
+    ),
     _bug(
         "failed-write-keeps-slots",
         "slip",

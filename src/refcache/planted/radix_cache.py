@@ -77,8 +77,9 @@ def _lock_not_moved(original: Function) -> Function:
 
 
 def _tail_lost(original: Function) -> Function:
-    def _free(self: Any, slots: Any) -> None:
-        original(self, slots if self.page_size == 1 else slots[: len(slots) // 2 * 2])
+    def _free(self: Any, *lists: Any) -> None:
+        size = 1 if self.page_size == 1 else 2
+        original(self, *(slots[: len(slots) // size * size] for slots in lists))
 
     return _free
 

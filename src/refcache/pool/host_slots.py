@@ -7,8 +7,8 @@ under the lock.
 
 import torch
 
+from refcache.arguments import INTEGERS
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
-from refcache.reference.alloc import INTEGERS
 from refcache.runtime import Runtime
 
 

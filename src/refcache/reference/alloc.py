@@ -93,8 +93,6 @@ def check_total(extend_num_tokens: int) -> None:
 
 MAX_PAGE_SIZE = 2**30
 _INTEGERS = (torch.int64, torch.int32)
-INTEGERS = (*_INTEGERS, torch.int16, torch.int8, torch.uint8)
-"""Types that slots may have outside the ops: a mask of booleans holds none."""
 
 
 def _fresh_pages(

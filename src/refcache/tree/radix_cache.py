@@ -222,8 +222,7 @@ class RadixCache(RadixTree):
             given_up = plan.given_up(slots, start)
         self._check_lock(req)
         tail = slots[max(len(key), start) :]
-        self._free(given_up)
-        self._free(tail)  # apart, as in SGLang: the tail's page is used next
+        self._free(given_up, tail)  # apart, as in SGLang: the tail's page is used next
         if not asked:
             req.pop_committed_kv_cache()
         if plan is not None:
@@ -285,9 +284,22 @@ class RadixCache(RadixTree):
     def flush_write_through_acks(self) -> None:
         """No host tier: no copies to acknowledge."""
 
-    def _free(self, slots: torch.Tensor) -> None:
-        if len(slots):
-            self.token_to_kv_pool_allocator.free(slots)
+    def _free(self, *lists: torch.Tensor) -> None:
+        """Free one list after another: all of them, or (where that can be had) none.
+
+        An allocator without ``free_each`` is asked list by list, and taken back to where it was if
+        it refuses one of them; one without ``backup_state`` either keeps what it has taken.
+        """
+        allocator, given = self.token_to_kv_pool_allocator, [slots for slots in lists if len(slots)]
+        if len(given) > 1 and hasattr(allocator, "free_each"):
+            allocator.free_each(given)
+            return
+        with ExitStack() as undo:
+            if len(given) > 1 and hasattr(allocator, "backup_state"):
+                undo.callback(allocator.restore_state, allocator.backup_state())
+            for slots in given:
+                allocator.free(slots)
+            undo.pop_all()
 
     def _heap_entry(self, node: TreeNode) -> tuple[Any, int, TreeNode]:
         return (self.eviction_strategy.get_priority(node), node.id, node)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from refcache.arguments import INTEGERS
 from refcache.errors import ForeignNode, InvalidArgument, UnknownName
 from refcache.events import KVCacheEvent
 from refcache.keys import RadixKey
-from refcache.reference.alloc import INTEGERS
 from refcache.tree.insert_plan import Halves, InsertPlan, MatchPlan
 from refcache.tree.kv_events import EventLog
 from refcache.tree.node import TreeNode

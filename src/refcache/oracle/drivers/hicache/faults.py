@@ -2,9 +2,9 @@
 inner steps raising, before it is made in peace.
 
 An *inner step* is whatever a call asks of somebody else and may not get: an allocation (of device
-slots, of host slots, of rows; with ``tensors`` of memory for a tensor, too), a launch, an event (a
-record, a wait, a query, the host waiting), and what the target names in ``inner_steps`` (hashes).
-Giving slots back is none.
+slots, of host slots, of rows; with ``tensors`` of memory for a tensor, too), giving any of them
+back, a launch, an event (a record, a wait, a query, the host waiting), and what the target names in
+``inner_steps`` (hashes).
 
 What must hold after a call that raised:
 
@@ -36,12 +36,14 @@ from refcache.oracle.drivers.tree.request import Request
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.config import HiCacheParts
 
+SLOTS_GIVEN_BACK = "evict_host of slots"
+"""The controller's ``evict_host``, which is given slots; the tree's is given how many to free."""
 AS_BEFORE = frozenset(
     {
         "match_prefix", "insert", "inc_lock_ref", "dec_lock_ref", "cache_unfinished_req",
         "cache_finished_req", "reset", "alloc", "alloc_extend", "alloc_decode",
         "free", "write", "clear", "write_backup", "load", "start_loading", "free_group_begin",
-        "free_group_end", "backup_state", "restore_state",
+        "free_group_end", "backup_state", "restore_state", "evict_device", SLOTS_GIVEN_BACK,
     }
 )  # fmt: skip
 IN_PART = frozenset({"evict", "evict_host", "init_load_back", "check_hicache_events"})
@@ -181,15 +183,18 @@ class Faults:
         watch_machine(self.steps, bench.machine)
         self._watch_allocator(parts.allocator)
         self.steps.watch(parts.host_pool, "alloc", "host slots")
-        self.steps.leave_out(parts.host_pool, "free")
+        self.steps.watch(parts.host_pool, "free", "host slots back")
         self.steps.watch(parts.rows, "alloc", "row")
+        self.steps.watch(parts.rows, "free", "row back")
         bench.trial.made = self.made
 
     def _watch_allocator(self, allocator: Any) -> None:
-        """Allocations are inner steps; what a call takes and gives back itself is no ledger's."""
+        """Allocations and frees are inner steps; what a call takes and gives back itself is no
+        ledger's."""
         size, free = self.config.page_size, allocator.free
 
         def given_back(free_index: torch.Tensor) -> None:
+            self.steps.step("device slots back")
             with self.steps.paused():
                 pages = {slot // size for slot in free_index.tolist()}
                 if self._busy and pages and pages <= self._inside:
@@ -212,12 +217,16 @@ class Faults:
 
             setattr(allocator, name, functools.wraps(method)(handed_out))
         allocator.free = functools.wraps(free)(given_back)
+        if hasattr(allocator, "free_each"):
+            self.steps.watch(allocator, "free_each", "device slots back")
 
     # ---- one call --------------------------------------------------------------------------------
 
     def made(self, function: Made, *args: Any, **kwargs: Any) -> Any:
         """Make a call with one inner step after the other raising, then in peace."""
         name = getattr(function, "__name__", "")
+        if name == "evict_host" and isinstance(args[0], torch.Tensor):
+            name = SLOTS_GIVEN_BACK
         known = name in AS_BEFORE or name in IN_PART or name == UNDONE
         if self._busy or not known or (name == UNDONE and self.relied_on):
             self.relied_on = self.relied_on and name != UNDONE

@@ -65,8 +65,11 @@ class FaultyLoop:
         for name in ("alloc", "alloc_extend", "alloc_decode"):
             if hasattr(allocator, name):
                 self.steps.watch(allocator, name, "device slots")
-        self.steps.leave_out(allocator, "free")
+        for name in ("free", "free_each", "free_group_end"):
+            if hasattr(allocator, name):
+                self.steps.watch(allocator, name, "device slots back")
         self.steps.watch(self.scheduler.req_to_token_pool, "alloc", "row")
+        self.steps.watch(self.scheduler.req_to_token_pool, "free", "row back")
 
     def serve(self, prompts: Sequence[Sequence[int]], first: int) -> None:
         """Serve these prompts; the inner steps from ``first`` on of each iteration raise."""
