@@ -143,7 +143,8 @@ def refuse_unmodelled(what: str, given: Mapping[str, Any], neutral: Mapping[str,
     """
     for name, nothing in neutral.items():
         value = given.get(name, nothing)
-        if value != nothing and (value or nothing):
+        # of a tensor, neither == nor truth is one answer
+        if hasattr(value, "shape") or (value != nothing and (value or nothing)):
             raise InvalidArgument(
                 f"{name}={value!r} of {what}: expected {nothing!r}, it is not modelled"
             )

@@ -75,6 +75,8 @@ class RadixKey:
             self._tokens = _tokens_of_bigrams(token_ids)  # type: ignore[arg-type]
         else:
             self._tokens = token_array(token_ids)  # type: ignore[arg-type]
+        if extra_key is not None and not isinstance(extra_key, str):
+            raise InvalidArgument(f"{extra_key=}: expected text or None")
         self.extra_key = extra_key
         self.is_bigram = is_bigram
 

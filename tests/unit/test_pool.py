@@ -42,7 +42,7 @@ def test_rows_are_kept_by_chunks_and_refused_when_short():
 def test_a_write_never_leaves_its_row(columns, count):
     pool = ReqToTokenPool(2, 8)
     with pytest.raises(InvalidArgument, match="columns"):
-        pool.write((0, columns), torch.ones(count))
+        pool.write((0, columns), torch.ones(count, dtype=torch.int64))
     assert not pool.req_to_token.any()
 
 

@@ -7,7 +7,7 @@ owners of one page. Page 0 is the dummy
 page for padded tokens: never handed out, never freed. With page size 1 a page is a slot.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,11 +131,13 @@ class BaseTokenToKVPoolAllocator:
         """
         self.free_each((free_index,))
 
-    def free_each(self, lists: Iterable[torch.Tensor]) -> None:
+    def free_each(self, lists: Sequence[torch.Tensor]) -> None:
         """``free`` of one list after another, as one call: all are given back, or none.
 
         A page must not be in two of them. Raises as :meth:`free`.
         """
+        if not isinstance(lists, list | tuple):
+            raise InvalidArgument(f"free_each: {shown(lists)}; expected a list of slot lists")
         given = [slot_list("free", slots, self.device) for slots in lists]
         freed = [self._checked(slots) for slots in given if len(slots)]
         if not freed:

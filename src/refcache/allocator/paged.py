@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from refcache.allocator.base import BaseTokenToKVPoolAllocator
+from refcache.arguments import shown, slot_list, whole_number
 from refcache.backend import Backend, resolve
 from refcache.errors import InvalidArgument
 from refcache.reference import new_pages_needed
@@ -92,16 +93,19 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         extend_num_tokens: int,
     ) -> int:
         """How many pages :meth:`alloc_extend` of the same arguments takes; its refusals too."""
-        self._check_batch(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc)
+        self._check_batch(prefix_lens, seq_lens, last_loc, on_cpu=(prefix_lens_cpu, seq_lens_cpu))
         before, after = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
         if any(not 0 <= b <= a for b, a in zip(before, after, strict=True)):
             raise InvalidArgument(
                 f"alloc_extend from {before} to {after} tokens: expected lengths of 0 or more that "
                 "do not shrink"
             )
+        whole_number("extend_num_tokens", extend_num_tokens)
         growth = sum(after) - sum(before)
         if growth != extend_num_tokens:
             raise InvalidArgument(f"{extend_num_tokens=}: the lengths grow by {growth} in all")
+        self._check_same(prefix_lens, prefix_lens_cpu)
+        self._check_same(seq_lens, seq_lens_cpu)
         self._check_last_loc(last_loc, prefix_lens_cpu)
         return new_pages_needed(prefix_lens_cpu, seq_lens_cpu, self.page_size)
 
@@ -118,21 +122,30 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> int:
         """How many pages :meth:`alloc_decode` of the same arguments takes; its refusals too."""
-        self._check_batch(seq_lens, seq_lens_cpu, last_loc)
+        self._check_batch(seq_lens, last_loc, on_cpu=(seq_lens_cpu,))
         if seq_lens_cpu.numel() and int(seq_lens_cpu.min()) < 1:
             raise InvalidArgument(f"alloc_decode to {seq_lens_cpu.tolist()} tokens: expected 1 up")
+        self._check_same(seq_lens, seq_lens_cpu)
         before = seq_lens_cpu - 1
         self._check_last_loc(last_loc, before)
         return int((before % self.page_size == 0).count_nonzero())
 
-    def _check_batch(self, *tensors: torch.Tensor) -> None:
-        shape = tensors[0].shape
-        for t in tensors:
-            if t.shape != shape or t.dim() != 1 or t.dtype not in (torch.int32, torch.int64):
+    def _check_batch(self, *tensors: torch.Tensor, on_cpu: tuple[torch.Tensor, ...]) -> None:
+        for t in (*on_cpu, *tensors):
+            device = "cpu" if any(t is other for other in on_cpu) else self.device
+            slot_list("lengths and last_loc", t, device)
+            if len(t) != len(on_cpu[0]) or t.dtype not in (torch.int32, torch.int64):
                 raise InvalidArgument(
-                    f"lengths and last_loc: {t.dtype} of shape {tuple(t.shape)}; expected int32 or "
-                    f"int64 [{shape[0] if shape else 'batch'}]"
+                    f"lengths and last_loc: {shown(t)}; expected int32 or int64 [{len(on_cpu[0])}]"
                 )
+
+    @staticmethod
+    def _check_same(lens: torch.Tensor, lens_cpu: torch.Tensor) -> None:
+        """On the CPU, where it costs no wait: both say the same."""
+        if lens is not lens_cpu and lens.device.type == "cpu" and bool((lens != lens_cpu).any()):
+            raise InvalidArgument(
+                f"lengths {lens.tolist()} and {lens_cpu.tolist()} on the CPU: expected the same"
+            )
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
         if last_loc.device.type != "cpu" or not last_loc.numel():

@@ -24,8 +24,8 @@ import torch
 from refcache.allocator.base import AllocatorState, BaseTokenToKVPoolAllocator
 from refcache.allocator.paged import PagedTokenToKVPoolAllocator
 from refcache.allocator.token import TokenToKVPoolAllocator
+from refcache.arguments import INTEGERS
 from refcache.errors import InvalidArgument, InvalidSlot
-from refcache.reference.alloc import INTEGERS
 from refcache.runtime import ImmediateRuntime, Runtime
 
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from refcache.arguments import slot_list, slots_inside, whole_number, with_attributes
 from refcache.controller.copy_thread import CopyThread
 from refcache.controller.layer_events import LayerDoneCounter, LayerLoadingEvent
 from refcache.controller.operation import CacheOperation, HiCacheAck, TransferBuffer
@@ -104,6 +105,7 @@ class HiCacheController(StorageNames):
         enable_storage_metrics: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
+        with_attributes("allocator", token_to_kv_pool_allocator, "alloc", "free", "get_kvcache")
         if not isinstance(mem_pool_host, HostKVCache):
             raise WrongTier(f"a {type(mem_pool_host).__name__} as host pool: expected HostKVCache")
         if write_policy not in WRITE_POLICIES:
@@ -177,7 +179,15 @@ class HiCacheController(StorageNames):
 
     def register_forward_stream(self, stream: Any) -> None:
         """Forwards run on ``stream`` and not on the caller's: copies come after them as well."""
+        if stream is not None:
+            with_attributes("forward_stream", stream, "record_event")
         self.forward_stream = stream
+
+    @staticmethod
+    def _check_names(priority: Any, node_id: Any) -> None:
+        whole_number("node_id", node_id, None)
+        if priority is not None:
+            whole_number("priority", priority, None)
 
     # ---- device to host ------------------------------------------------------------------------
 
@@ -200,6 +210,10 @@ class HiCacheController(StorageNames):
             InvalidArgument: not whole pages.
             CopyFailed: the copy could not be started; its host slots are free again.
         """
+        device = self.mem_pool_device
+        slot_list("device_indices", device_indices, self.device)
+        slots_inside("device_indices", device_indices, 0, device.size + device.page_size)
+        self._check_names(priority, node_id)
         host_indices = self.mem_pool_host.alloc(len(device_indices))
         if host_indices is None:
             return None
@@ -272,6 +286,7 @@ class HiCacheController(StorageNames):
             InvalidSlot: host slots that nobody owns.
         """
         self.mem_pool_host.check_held(host_indices)
+        self._check_names(priority, node_id)
         device_indices: torch.Tensor | None = self.mem_pool_device_allocator.alloc(
             len(host_indices)
         )
@@ -332,6 +347,7 @@ class HiCacheController(StorageNames):
 
     def cancel_loading(self, keep: int = 0) -> None:
         """Forget all but the first ``keep`` of ``load_queue``; free their device slots."""
+        whole_number("keep", keep)
         while len(self.load_queue) > keep:
             self.evict_device(self.load_queue[-1].device_indices)
             self.load_queue.pop()
@@ -348,8 +364,12 @@ class HiCacheController(StorageNames):
 
         ``io_backend``: the controller's by default.
         """
+        with_attributes("op", op, "host_indices", "device_indices")
+        io_backend = self.io_backend if io_backend is None else io_backend
+        if io_backend not in IO_BACKENDS:
+            raise UnknownName("io_backend", io_backend, IO_BACKENDS)
         host_indices, device_indices = op.host_indices, op.device_indices
-        if (io_backend or self.io_backend) == "direct":
+        if io_backend == "direct":
             self.runtime.host_sync()
             device_indices = device_indices.cpu()
             if self.mem_pool_host.layout == "layer_first":
@@ -371,7 +391,7 @@ class HiCacheController(StorageNames):
         Raises:
             InvalidArgument: ``backup_only`` is False (there is no other policy).
         """
-        if not backup_only:
+        if backup_only is not True:
             raise InvalidArgument("evict_host(backup_only=False): expected True")
         return self.mem_pool_host.free(host_indices)
 

@@ -24,6 +24,7 @@ Models SGLang's ``LayerLoadingEvent`` and ``LayerDoneCounter``; the flags are ad
 
 from typing import Any
 
+from refcache.arguments import whole_number
 from refcache.errors import InvalidArgument, LoadSlotBusy
 from refcache.runtime import ImmediateRuntime, Runtime
 
@@ -76,7 +77,7 @@ class LayerLoadingEvent:
         return self.flags.finished if self.by_flags else self.load_events[-1]
 
     def _event(self, layer_index: int) -> Any:
-        if not 0 <= layer_index < self._num_layers:
+        if not 0 <= whole_number("layer", layer_index, None) < self._num_layers:
             raise InvalidArgument(f"layer {layer_index}: expected 0 to {self._num_layers - 1}")
         return self.flags.parts[layer_index] if self.by_flags else self.load_events[layer_index]
 
@@ -122,7 +123,7 @@ class LayerDoneCounter:
         Raises:
             InvalidArgument: no such slot.
         """
-        if not -1 <= index < self.num_counters:
+        if not -1 <= whole_number("consumer", index, None) < self.num_counters:
             raise InvalidArgument(f"consumer {index}: expected -1 to {self.num_counters - 1}")
         self.consumer_index = index
 
@@ -132,6 +133,7 @@ class LayerDoneCounter:
         Raises:
             InvalidArgument: no such layer.
         """
+        whole_number("layer", threshold)
         if self.consumer_index >= 0:
             self.events[self.consumer_index].wait(threshold)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from refcache.arguments import slot_list
 from refcache.errors import InvalidArgument
 
 
@@ -33,7 +34,9 @@ class CacheOperation:
         priority: int | None = None,
     ) -> None:
         """``host_indices`` and ``device_indices`` must be equally long (InvalidArgument)."""
-        if host_indices.shape != device_indices.shape or host_indices.dim() != 1:
+        slot_list("host slots", host_indices)
+        slot_list("device slots", device_indices)
+        if host_indices.shape != device_indices.shape:
             raise InvalidArgument(
                 f"host slots {tuple(host_indices.shape)} and device slots "
                 f"{tuple(device_indices.shape)}: expected [n] each"

@@ -189,9 +189,10 @@ def release_kv_cache(req: Req, tree_cache: Any, is_insert: bool = True) -> None:
         tree_cache.cache_finished_req(req, is_insert=is_insert)
     page_size = tree_cache.page_size
     start, end = -(-req.kv_committed_len // page_size) * page_size, req.kv_allocated_len
-    if start < end and not req.kv_overallocated_freed:
-        row = tree_cache.req_to_token_pool.read(req.req_pool_idx, slice(start, end))
-        tree_cache.token_to_kv_pool_allocator.free(row)
+    if not req.kv_overallocated_freed:
+        if start < end:
+            row = tree_cache.req_to_token_pool.read(req.req_pool_idx, slice(start, end))
+            tree_cache.token_to_kv_pool_allocator.free(row)
         req.pop_overallocated_kv_cache()
     tree_cache.req_to_token_pool.free(req)
 

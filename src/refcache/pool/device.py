@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from refcache.arguments import shown
 from refcache.errors import InvalidArgument, refuse_unmodelled
 from refcache.pool.kv_cache import KVCache
 from refcache.pool.planes import PlaneSpec
@@ -132,7 +133,9 @@ class MHATokenToKVPool(KVCache):
         """
         if not self.enable_kv_cache_copy:
             raise InvalidArgument("move_kv_cache: expected enable_kv_cache_copy=True")
-        if tgt_loc.shape != src_loc.shape or tgt_loc.dim() != 1:
+        self._check_slots("tgt_loc", tgt_loc)
+        self._check_slots("src_loc", src_loc)
+        if len(tgt_loc) != len(src_loc):
             raise InvalidArgument(
                 f"move_kv_cache of {tuple(src_loc.shape)} to {tuple(tgt_loc.shape)}: expected [n] "
                 "each"
@@ -235,6 +238,9 @@ class MLATokenToKVPool(KVCache):
         They come as ``dst_dtype`` (default: the pool's), after waiting for the layer.
         """
         layer_id: int = getattr(layer, "layer_id", layer)
+        self._check_slots("loc", loc)
+        if not isinstance(dst_dtype, torch.dtype | None):
+            raise InvalidArgument(f"dst_dtype={shown(dst_dtype)}: expected a torch.dtype or None")
         source = self.get_key_buffer(layer_id)
         rows = source.new_empty((len(loc), 1, self.kv_cache_dim), dtype=dst_dtype or self.dtype)
 

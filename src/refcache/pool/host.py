@@ -11,6 +11,7 @@ Models SGLang's ``HostKVCache``, ``MHATokenToKVPoolHost`` and ``MLATokenToKVPool
 the check that enough host memory is free.
 """
 
+import math
 import weakref
 
 import torch
@@ -84,6 +85,13 @@ class HostKVCache(HostSlots, HostCopies, HostPages):
         check_device_pool(device_pool)
         if allocator_type != "default":
             raise UnknownName("allocator_type", allocator_type, ["default"])
+        number = isinstance(host_to_device_ratio, int | float) and not isinstance(
+            host_to_device_ratio, bool
+        )
+        if not number or not 0 <= host_to_device_ratio < math.inf:
+            raise InvalidArgument(f"{host_to_device_ratio=}: expected a number of 0 or more")
+        if not isinstance(host_size, int | float) or not 0 <= host_size < math.inf:
+            raise InvalidArgument(f"{host_size=}: expected GB, 0 or more")
         if page_size != device_pool.page_size:
             raise InvalidArgument(
                 f"{page_size=}: expected {device_pool.page_size}, as on the device"

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from refcache.arguments import shown, slot_list, slots_inside, truth, whole_number, with_attributes
 from refcache.backend import Backend, copy_engine, resolve
 from refcache.errors import InvalidArgument, UnknownName, WrongTier
 from refcache.pool.kv_cache import KVCache
@@ -33,6 +34,9 @@ from refcache.types import IO_BACKENDS
 
 # Where nothing was measured: the immediate and the simulated machine.
 PLAIN_RULES: Rules = (TransferRule(False, "kernel", at_once=4 << 20), TransferRule(True, "kernel"))
+
+
+PAIRS = "host_indices", "device_indices"
 
 
 class HostCopies:
@@ -102,7 +106,7 @@ class HostCopies:
         """
         copy = self._copy_function("load_per_layer", io_backend, max_programs)
         self._check(device_pool, host_indices, device_indices)
-        if not 0 <= layer_id < self.layer_num:
+        if whole_number("layer_id", layer_id) >= self.layer_num:
             raise InvalidArgument(f"{layer_id=}: expected 0 to {self.layer_num - 1}")
         run = partial(self._load_layer, copy, self._groups(device_pool), layer_id)
         self._launch(
@@ -131,6 +135,7 @@ class HostCopies:
             InvalidArgument: also for an ``io_backend`` other than "kernel" (for the copy engine
                 see :meth:`issue_copies`), and for flags of another number of layers.
         """
+        with_attributes("flags", flags, "parts")
         if len(flags.parts) != self.layer_num:
             raise InvalidArgument(
                 f"{len(flags.parts)} flags: expected {self.layer_num}, one a layer"
@@ -173,6 +178,7 @@ class HostCopies:
         The epoch is expected already. Lists the copies first, which takes the host's time: call it
         on a thread. Otherwise as :meth:`load_to_device_all_layer` with "direct".
         """
+        with_attributes("flags", flags, "parts")
         load_per_layer = self._copy_function("load_per_layer", "direct")
         self._check(device_pool, host_indices, device_indices)
         groups = self._groups(device_pool)
@@ -213,6 +219,8 @@ class HostCopies:
         """
         if io_backend not in IO_BACKENDS:
             raise UnknownName("io_backend", io_backend, IO_BACKENDS)
+        whole_number("tokens", tokens)
+        truth("to_host", to_host)
         if not self.pin_memory and io_backend == "auto":
             return TransferPlan("direct", 0, False, "host memory is not pinned")
         card, rules, piece = "no card", PLAIN_RULES, 0
@@ -298,6 +306,7 @@ class HostCopies:
             raise InvalidArgument(
                 "io_backend 'kernel' on host memory that is not pinned: expected 'direct'"
             )
+        whole_number("max_programs", max_programs)
         to_host = name == "backup_all_layer"
         if io_backend == "auto":
             io_backend = self.plan_transfer(io_backend, self.size, to_host=to_host).io_backend
@@ -316,12 +325,12 @@ class HostCopies:
     ) -> None:
         check_device_pool(device_pool)
         device_pool.check_resident()
-        for what, index in (("host", host_indices), ("device", device_indices)):
-            if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
-                raise InvalidArgument(
-                    f"{what}_indices: {index.dtype} {tuple(index.shape)}; expected int32 or int64 "
-                    "[n]"
-                )
+        ends = self.size, device_pool.size + device_pool.page_size
+        for what, index, end in zip(PAIRS, (host_indices, device_indices), ends, strict=True):
+            slot_list(what, index)
+            if index.dtype not in (torch.int32, torch.int64):
+                raise InvalidArgument(f"{what}: {shown(index)}; expected int32 or int64 [n]")
+            slots_inside(what, index.clamp(min=0), 0, end)  # a negative one is skipped
         if len(host_indices) != len(device_indices):
             raise InvalidArgument(
                 f"{len(host_indices)} host and {len(device_indices)} device slots: expected as "

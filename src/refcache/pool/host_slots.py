@@ -7,7 +7,7 @@ under the lock.
 
 import torch
 
-from refcache.arguments import INTEGERS
+from refcache.arguments import shown, slot_list, whole_number
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
 from refcache.runtime import Runtime
 
@@ -45,7 +45,7 @@ class HostSlots:
         Raises:
             InvalidArgument: ``need_size`` negative or not in whole pages.
         """
-        if need_size < 0 or need_size % self.page_size:
+        if whole_number("need_size", need_size) % self.page_size:
             raise InvalidArgument(
                 f"alloc({need_size}): expected a multiple of page_size={self.page_size}, 0 or more"
             )
@@ -59,7 +59,7 @@ class HostSlots:
 
     def check_held(self, indices: torch.Tensor) -> None:
         """Raise InvalidSlot unless every slot in ``indices`` has an owner."""
-        slots = indices.to("cpu", torch.int64)
+        slots = slot_list("host slots", indices).to("cpu", torch.int64)
         inside = (slots >= 0) & (slots < self.size)
         bad = slots[~(inside & self._held[slots * inside])]
         if len(bad):
@@ -79,10 +79,8 @@ class HostSlots:
             InvalidSlot: a slot out of range.
             DoubleFree: a slot that is free already, or named twice.
         """
-        if indices.dim() != 1 or indices.dtype not in INTEGERS or len(indices) % self.page_size:
-            raise InvalidArgument(
-                f"free: {indices.dtype} {tuple(indices.shape)}; expected integers, whole pages"
-            )
+        if len(slot_list("free", indices)) % self.page_size:
+            raise InvalidArgument(f"free: {shown(indices)}; expected whole pages")
         slots = indices.to("cpu", torch.int64)
         if len(slots) == 0:
             return 0

@@ -23,7 +23,15 @@ from typing import Any, Protocol
 
 import torch
 
-from refcache.errors import InvalidArgument, InvalidSlot, MemoryReleased, UnknownName
+from refcache.arguments import (
+    is_tensor_on,
+    shown,
+    slot_list,
+    slots_inside,
+    whole_number,
+    with_attributes,
+)
+from refcache.errors import InvalidArgument, MemoryReleased, UnknownName
 from refcache.pool.planes import Plane, PlaneSpec
 from refcache.runtime import ImmediateRuntime, Region, Runtime
 from refcache.runtime.api import Slots
@@ -78,10 +86,9 @@ class KVCache:
             extents |= {f"{spec.name} heads": spec.head_num, f"{spec.name} width": spec.head_dim}
             extents[f"{spec.name} slots_per_row"] = spec.slots_per_row
         for what, value in extents.items():
-            if value < 1:
-                raise InvalidArgument(
-                    f"{what}={value} of {type(self).__name__}: expected 1 or more"
-                )
+            whole_number(f"{type(self).__name__} {what}", value, 1)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"dtype={shown(dtype)}: expected a torch.dtype")
         for spec in specs:
             if page_size % spec.slots_per_row:
                 raise InvalidArgument(
@@ -96,7 +103,7 @@ class KVCache:
         self.store_dtype = torch.uint8 if dtype in FP8 else dtype
         self.layer_num = layer_num
         self.device = device
-        self.start_layer = start_layer or 0
+        self.start_layer = whole_number("start_layer", start_layer or 0)
         self.end_layer = self.start_layer + layer_num if end_layer is None else end_layer
         if self.end_layer - self.start_layer != layer_num:
             raise InvalidArgument(
@@ -132,6 +139,8 @@ class KVCache:
         self, layer_transfer_counter: LayerTransferCounter | None
     ) -> None:
         """From now on every getter waits on ``layer_transfer_counter`` for its layer."""
+        if layer_transfer_counter is not None:
+            with_attributes("layer_transfer_counter", layer_transfer_counter, "wait_until")
         self.layer_transfer_counter = layer_transfer_counter
 
     def release(self) -> None:
@@ -184,7 +193,7 @@ class KVCache:
         return Region(self, plane, self._local(layer_id), slots)
 
     def _local(self, layer_id: int) -> int:
-        if not self.start_layer <= layer_id < self.end_layer:
+        if not self.start_layer <= whole_number("layer", layer_id, None) < self.end_layer:
             raise InvalidArgument(
                 f"layer {layer_id}: this pool holds layers {self.start_layer} to "
                 f"{self.end_layer - 1}"
@@ -260,27 +269,28 @@ class KVCache:
         The rows of a plane may come in parts, side by side; they are read when the launch runs.
         """
         self.check_resident()
-        layer_id: int = getattr(layer, "layer_id", layer)
+        local = self._local(getattr(layer, "layer_id", layer))
         for number, parts in enumerate(rows):
             self._check_rows(number, loc, parts)
-        self._launch_write(self._local(layer_id), loc, rows, range(self.kv_planes))
+        self._launch_write(local, loc, rows, range(self.kv_planes))
 
     def _check_rows(self, number: int, loc: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
         """Raise InvalidArgument or InvalidSlot unless these rows can be written at ``loc``."""
         plane = self.planes[number]
+        self._check_slots("slots", loc)
+        if any(not is_tensor_on(part, self.device) or part.dim() != 3 for part in parts):
+            raise InvalidArgument(
+                f"{plane.name} rows: {', '.join(map(shown, parts))}; expected "
+                f"[n, {plane.head_num}, width] on {self.device}"
+            )
         seen = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
         expected = (len(loc), plane.head_num, plane.head_dim // plane.slots_per_row)
         if seen != expected:
             raise InvalidArgument(f"{plane.name} rows of shape {seen}: expected {expected}")
-        self._check_slots(loc)
 
-    def _check_slots(self, loc: torch.Tensor) -> None:
-        """Raise InvalidSlot unless these slots exist (indices on the CPU only)."""
-        slots = self.size + self.page_size
-        if loc.device.type == "cpu" and len(loc):
-            low, high = (int(bound) for bound in loc.aminmax())
-            if not 0 <= low <= high < slots:
-                raise InvalidSlot(f"slots {low} to {high}: expected 0 to {slots - 1}")
+    def _check_slots(self, what: str, slots: torch.Tensor) -> None:
+        """Raise InvalidArgument or InvalidSlot unless these slots exist."""
+        slots_inside(what, slot_list(what, slots, self.device), 0, self.size + self.page_size)
 
     def _launch_write(
         self,

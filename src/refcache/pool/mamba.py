@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from refcache.arguments import INTEGERS
 from refcache.errors import DoubleFree, InvalidArgument, InvalidSlot
 from refcache.pool.planes import Plane
-from refcache.reference.alloc import INTEGERS
 from refcache.runtime import ImmediateRuntime, Region, Runtime
 
 

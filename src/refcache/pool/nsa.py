@@ -132,7 +132,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         sizes = [t.shape[1] * t.element_size() for t in (keys, scales)]
         if sizes != [KEY, SCALE]:
             raise InvalidArgument(f"index keys and scales of {sizes} bytes: expected 128 and 4")
-        self._check_slots(loc)
+        self._check_slots("loc", loc)
         buffer = self.index_k_with_scale_buffer[self._local(layer_id)]
 
         def run() -> None:

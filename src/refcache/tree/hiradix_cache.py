@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from refcache.arguments import truth, whole_number, with_attributes
 from refcache.controller import HiCacheController
 from refcache.errors import CopyFailed, InvalidArgument, StaleMatch
 from refcache.events import MEDIUM_CPU
@@ -177,7 +178,7 @@ class HiRadixCache(RadixCache, StorageNames):
         An acknowledged node is released and its pages are announced on the host.
         """
         acks = self.cache_controller.ack_write_queue
-        if write_back:
+        if truth("write_back", write_back):
             for ack in acks:
                 ack.finish_event.synchronize()
             done = len(acks)
@@ -263,6 +264,7 @@ class HiRadixCache(RadixCache, StorageNames):
         Returns how many were freed. A node whose host slots an operation uses is passed over. A
         call that raises has dropped whole leaves, or nothing.
         """
+        whole_number("num_tokens", num_tokens, None)
         heap = [self._heap_entry(node) for node in self.evictable_host_leaves]
         heapq.heapify(heap)
         freed = 0
@@ -313,6 +315,10 @@ class HiRadixCache(RadixCache, StorageNames):
             StaleMatch: the node is gone, or another length of its path is on the host only than
                 the match said. Nothing changed; match again.
         """
+        with_attributes("init_load_back", params, "last_host_node", "host_hit_length", "mem_quota")
+        if params.mem_quota is not None:
+            whole_number("mem_quota", params.mem_quota, None)
+        whole_number("host_hit_length", params.host_hit_length)
         node: TreeNode = params.last_host_node
         hit = self._host_hit(node)
         if hit != params.host_hit_length:
@@ -346,6 +352,8 @@ class HiRadixCache(RadixCache, StorageNames):
             StaleMatch: the node is not in this tree, or no longer.
         """
         self._host_hit(node)
+        if mem_quota is not None:
+            whole_number("mem_quota", mem_quota, None)
         ancestor = self._device_ancestor(node)
         nodes = [step for step in reversed(self._path(node)) if step.evicted]
         host_slots = [n.host_value for n in nodes if n.host_value is not None]
@@ -472,7 +480,7 @@ class HiRadixCache(RadixCache, StorageNames):
         Raises:
             InvalidArgument: the node is not on the device.
         """
-        if node.evicted:
+        if isinstance(node, TreeNode) and node.evicted:
             raise InvalidArgument(f"inc_lock_ref of {node}: it is not on the device")
         return super().inc_lock_ref(node)
 

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
+from refcache.arguments import INTEGERS
 from refcache.errors import InvalidArgument, OutOfSlots
 from refcache.keys import RadixKey
-from refcache.reference.alloc import INTEGERS
 from refcache.tree.components import HybridRadixCache, StateComponent, TreeComponent
 from refcache.tree.insert_plan import InsertPlan
 from refcache.tree.node import TreeNode

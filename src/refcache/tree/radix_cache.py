@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from refcache.arguments import truth, whole_number, with_attributes
 from refcache.errors import LockUnderflow
 from refcache.keys import RadixKey
 from refcache.tree.insert_plan import InsertPlan
@@ -36,6 +37,12 @@ from refcache.types import (
     InitLoadBackParams,
     InsertParams,
 )
+
+REQUEST = (
+    "req_pool_idx", "origin_input_ids", "output_ids", "fill_ids", "extra_key",
+    "cache_protected_len", "last_node", "priority", "pop_committed_kv_cache",
+)  # fmt: skip
+"""What a request must have; the rest of :class:`~refcache.types.CacheReq` it may lack."""
 
 
 class RadixCache(RadixTree):
@@ -92,7 +99,12 @@ class RadixCache(RadixTree):
 
         Returns how many tokens the allocator got. A call that raises has evicted whole leaves, or
         nothing.
+
+        Raises:
+            InvalidArgument: ``num_tokens`` that is no integer.
         """
+        with_attributes("evict", params, "num_tokens")
+        whole_number("num_tokens", params.num_tokens, None)
         heap = [self._heap_entry(node) for node in self.evictable_leaves]
         heapq.heapify(heap)
         evicted = 0
@@ -173,6 +185,7 @@ class RadixCache(RadixTree):
         its row at the tree's slots, and moves its lock. Sets ``prefix_indices``, ``last_node``,
         ``cache_protected_len``.
         """
+        self._check_request(req)
         slots = self._row(req, len(req.fill_ids))
         if self.disable:
             req.prefix_indices = slots
@@ -206,6 +219,8 @@ class RadixCache(RadixTree):
         freed, except what the tree owned before. Releases the request's lock. The row itself, and
         slots allocated beyond the committed KV, are the caller's to free.
         """
+        self._check_request(req)
+        truth("is_insert", is_insert)
         asked = getattr(req, "kv_committed_freed", True)  # who cannot tell is asked first
         committed = req.pop_committed_kv_cache() if asked else req.kv_committed_len
         slots = self._row(req, committed)
@@ -229,6 +244,10 @@ class RadixCache(RadixTree):
             self._insert_helper(plan)
         self._let_go(req)
 
+    def _check_request(self, req: CacheReq) -> None:
+        with_attributes("a request", req, *REQUEST)
+        whole_number("cache_protected_len", req.cache_protected_len)
+
     def _row(self, req: CacheReq, length: int) -> torch.Tensor:
         slots: torch.Tensor = self.req_to_token_pool.read(req.req_pool_idx, slice(0, length))
         return slots
@@ -250,7 +269,7 @@ class RadixCache(RadixTree):
             value=value,
             prev_prefix_len=req.cache_protected_len,
             chunked=chunked,
-            priority=req.priority or 0,
+            priority=req.priority,
             counted_len=getattr(req, "cache_counted_len", 0),
         )
 
@@ -272,6 +291,7 @@ class RadixCache(RadixTree):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
         """No host tier: nothing is loaded."""
+        with_attributes("init_load_back", params, "last_host_node")
         return self._no_slots(), params.last_host_node
 
     def ready_to_load_host_cache(self) -> int:

@@ -4,12 +4,12 @@ A radix tree over page-aligned keys. :class:`refcache.tree.radix_cache.RadixCach
 does with it: locks, eviction, requests.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
-from refcache.arguments import INTEGERS
-from refcache.errors import ForeignNode, InvalidArgument, UnknownName
+from refcache.arguments import shown, slot_list, slots_inside, truth, whole_number, with_attributes
+from refcache.errors import ForeignNode, InvalidArgument, InvalidSlot, UnknownName
 from refcache.events import KVCacheEvent
 from refcache.keys import RadixKey
 from refcache.tree.insert_plan import Halves, InsertPlan, MatchPlan
@@ -41,8 +41,7 @@ class RadixTree:
     node_class = TreeNode
 
     def __init__(self, params: CacheInitParams) -> None:
-        if params.page_size < 1:
-            raise InvalidArgument(f"page_size={params.page_size}: expected at least 1")
+        whole_number("page_size", params.page_size, 1)
         if params.hit_policy not in HIT_POLICIES:
             raise UnknownName("hit policy", params.hit_policy, HIT_POLICIES)
         if params.cache_ttl_seconds is not None:
@@ -137,7 +136,9 @@ class RadixTree:
     def nodes(self, below: TreeNode | None = None) -> list[TreeNode]:
         """Every node below that one (the root by default), parents before children."""
         found: list[TreeNode] = []
-        stack = list((below or self.root_node).children.values())
+        below = self.root_node if below is None else below
+        with_attributes("nodes", below, "children")
+        stack = list(below.children.values())
         while stack:
             node = stack.pop()
             found.append(node)
@@ -175,6 +176,7 @@ class RadixTree:
         Refreshes the access time of the path; may split one node. See :class:`MatchResult` for how
         long the slots stay valid.
         """
+        with_attributes("match_prefix", params, "key")
         key, _ = self.maybe_bigram_convert(params.key)
         key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
@@ -193,10 +195,12 @@ class RadixTree:
             InvalidArgument: a key not in whole pages, a value of another length or that is not
                 integers, or a recurrent state (``mamba_value``), which this tree does not keep.
         """
+        with_attributes("insert", params, *(field.name for field in fields(InsertParams)))
         if params.mamba_value is not None:
             raise InvalidArgument("insert of a mamba_value: expected None, it would be lost")
         if self.disable:
             return InsertResult(prefix_len=0)
+        self._check_slots(params.value)
         plan = self._plan_insert(params)
         return InsertResult(self._insert_helper(plan))
 
@@ -204,6 +208,8 @@ class RadixTree:
         self, key: RadixKey, value: torch.Tensor | None = None
     ) -> tuple[RadixKey, torch.Tensor | None]:
         """For EAGLE: the bigram view of a token key, and as many of the slots."""
+        if not isinstance(key, RadixKey):
+            raise InvalidArgument(f"key {shown(key)}: expected a RadixKey")
         if self.is_eagle and not key.is_bigram:
             key = RadixKey(key.raw_token_ids(), key.extra_key, is_bigram=True)
             value = None if value is None else value[: len(key)]
@@ -265,19 +271,19 @@ class RadixTree:
         if value is None:
             key = key.page_aligned(self.page_size)
             value = torch.tensor(list(key.raw_token_ids()), dtype=torch.int64)[: len(key)]
+        # a tree without an allocator hands its slots to nobody: they may be anything
+        slots = self.token_to_kv_pool_allocator is None and isinstance(value, torch.Tensor)
+        if slots and value.dim() == 1:
+            value = value.to(torch.int64)
+        slot_list("insert", value)
         if len(key) % self.page_size or len(value) != len(key):
             raise InvalidArgument(
                 f"insert of {len(key)} tokens with {len(value)} slots: expected as many, "
                 f"in whole pages of {self.page_size}"
             )
-        slots = self.token_to_kv_pool_allocator is not None  # without, they are never freed
-        if value.dim() != 1 or (slots and value.dtype not in INTEGERS):
-            raise InvalidArgument(
-                f"insert of {value.dtype} {tuple(value.shape)}: expected slots, integers [n]"
-            )
-        priority = params.priority or 0
-        if not isinstance(priority, int):
-            raise InvalidArgument(f"{priority=}: expected an integer or None")
+        priority = 0 if params.priority is None else whole_number("priority", params.priority, None)
+        whole_number("counted_len", params.counted_len)
+        truth("chunked", params.chunked)
         path, common, rest = self._walk(self.root_node, key)
         now = self.clock()
         halves = self._halve(path[-1], common) if path else None
@@ -297,6 +303,24 @@ class RadixTree:
         self.events.prepare([*path, *([leaf] if leaf else [])])
         params = replace(params, key=key)
         return InsertPlan(params, priority, now, halves, path, own, leaf, value)
+
+    def _check_slots(self, value: torch.Tensor | None) -> None:
+        """The slots of an insert are whole pages of the allocator's, each once.
+
+        Of slots on the CPU only: to read others the host would wait.
+        """
+        last, size = getattr(self.token_to_kv_pool_allocator, "size", None), self.page_size
+        if not isinstance(last, int) or value is None:
+            return
+        slots = slot_list("insert", value)
+        if slots.device.type != "cpu" or len(slots) % size:
+            return
+        slots_inside("insert of slots", slots, size, last + size)
+        pages = slots.to(torch.int64).view(-1, size)
+        first = pages[:, 0]
+        whole = torch.equal(pages, first[:, None] + torch.arange(size))
+        if not whole or bool((first % size).any()) or len(torch.unique(first)) < len(first):
+            raise InvalidSlot(f"insert of slots {shown(slots.tolist())}: expected pages, each once")
 
     def _insert_helper(self, plan: InsertPlan) -> int:
         """Carry a plan out; returns how many tokens were on the device before."""
@@ -396,6 +420,8 @@ class RadixTree:
 
     def _path(self, node: TreeNode) -> list[TreeNode]:
         """The node and its ancestors without the root."""
+        if not isinstance(node, TreeNode):
+            raise ForeignNode(f"{shown(node)}: expected a node of this tree")
         path: list[TreeNode] = []
         step: TreeNode | None = node
         while step is not None and step is not self.root_node:
@@ -406,7 +432,7 @@ class RadixTree:
         return path
 
     def _parent(self, node: TreeNode) -> TreeNode:
-        if node.parent is None:
+        if not isinstance(node, TreeNode) or node.parent is None:
             raise ForeignNode(f"{node} has no parent: expected a node of this tree, not its root")
         return node.parent
 
