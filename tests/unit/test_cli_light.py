@@ -75,7 +75,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["replay", "absent.jsonl", "--host-ratio", "0.5"], "host_ratio=0.5"),
     (["convert", "absent.jsonl", "out.jsonl"], "absent.jsonl"),
     (["convert", "a.jsonl", "a.jsonl"], "expected another file"),
-    (["replay", "absent.jsonl", "--plot", "x.svg"], "expected --sweep"),
+    (["replay", "absent.jsonl", "--step-ms", "5"], "expected --arrivals"),
     (["replay", "written.jsonl", "--sweep", "polcy=lru"], "polcy"),
     (["replay", "written.jsonl", "--host-ratio", "1e9"], "host_ratio=1000000000.0"),
     (["replay", "written.jsonl", "--sweep", "policy=lru", "--plot", "x.pdf"], "ends in .svg"),

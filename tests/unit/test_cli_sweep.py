@@ -66,7 +66,6 @@ def test_a_strategy_of_ones_own(
         (["--sweep", "policy=lru", "--plot", "x.pdf"], "ends in .svg or .png"),
         (["--sweep", "policy=lru", "--plot", "no/such/x.svg"], "no/such/x.svg: cannot be written"),
         (["--sweep", "host-ratio=2,1e9"], "host_ratio=1000000000.0: expected a host tier of at"),
-        (["--plot", "x.svg"], "--plot: expected --sweep"),
         (["--policy", "absent_module:Thing"], "policy 'absent_module:Thing': ModuleNotFoundError"),
         (["--policy", "builtins:int"], "expected a class with get_priority"),
     ],

@@ -206,3 +206,32 @@ def test_command_line(tmp_path, capsys):
     assert main([*given, "--step-ms", "5"]) == 2
     assert "--step-ms: expected --arrivals" in capsys.readouterr().err
     assert main([*given, "--target", "no_such:thing"]) == 2
+
+
+def test_what_a_replay_did_over_time(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    write_requests(trace, small(12))
+    given = ["replay", str(trace), "--device-tokens", "4096", "--json", "--host-ratio", "2"]
+    drawn, written = tmp_path / "time.svg", tmp_path / "steps.json"
+    assert main([*given, "--plot", str(drawn), "--perfetto", str(written)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "requests" in drawn.read_text()
+    events = json.loads(written.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sum(event["args"]["computed"] for event in slices) == result["computed_tokens"]
+    held = [e["args"] for e in events if e["ph"] == "C" and e["name"] == "device tokens"]
+    assert {sum(one.values()) for one in held} == {4096}  # every page has an owner
+    assert any(e["args"]["held"] for e in events if e["ph"] == "C" and "held" in e["args"])
+    for refused in ("steps.txt", "no/steps.json"):
+        assert main([*given, "--perfetto", str(tmp_path / refused)]) == 2
+    assert main([*given, "--sweep", "policy=lru", "--perfetto", str(written)]) == 2
+    assert "expected one replay" in capsys.readouterr().err
+
+
+def test_history_of_arrivals_is_in_seconds():
+    steps = []
+    trace = [asked(0, 1, 2), asked(50, 1, 3)]
+    result = replay(trace, config(), history=steps)
+    assert [step.kind for step in steps if step.kind == "prefill"]
+    assert 50 < steps[-1].time <= result.trace_seconds
+    assert (steps[-1].hits, steps[-1].prompts) == (BLOCK, 4 * BLOCK)

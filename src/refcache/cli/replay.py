@@ -71,7 +71,13 @@ def replay(
         typer.Option(metavar="NAME=V,V", help="Replay once for each value; may be repeated."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="With a sweep: draw its hit rates (.svg or .png).")
+        Path | None,
+        typer.Option(
+            help="Draw who has the device, and hits, over time; of a sweep its hit rates."
+        ),
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the steps as a file that Perfetto opens.")
     ] = None,
 ) -> int:
     """Serve a trace with the reference and check each step.
@@ -80,8 +86,8 @@ def replay(
     """
     if not arrivals and (prefill_rate, step_ms) != (PREFILL_RATE, STEP_MS):
         raise InvalidArgument("--prefill-rate, --step-ms: expected --arrivals beside them")
-    if plot is not None and not sweep:
-        raise InvalidArgument("--plot: expected --sweep device-tokens=N,N,... beside it")
+    if perfetto is not None and sweep:
+        raise InvalidArgument("--perfetto with --sweep: expected one replay")
     from refcache.replay.config import ReplayConfig
 
     config = ReplayConfig(
@@ -101,14 +107,16 @@ def replay(
     read = read_requests(
         trace, format=form, block_size=block_size, limit=limit, tokenizer=tokenizer
     )
+    if plot is not None:
+        from refcache.replay.sweep import check_figure
+
+        check_figure(plot)
+    if perfetto is not None:
+        _check_perfetto(perfetto)
     if sweep:
         from refcache.replay.sweep import grid
 
         points = grid(config, sweep)
-        if plot is not None:
-            from refcache.replay.sweep import check_figure
-
-            check_figure(plot)
     else:
         points = [config]
         requests = list(read.requests)
@@ -125,11 +133,14 @@ def replay(
     from refcache.oracle import Violation
     from refcache.replay.loop import replay as run
 
+    history: list[Any] | None = None if plot is None and perfetto is None else []
     bar = progress()
     task = bar.add_task("requests", total=len(requests))
     try:
         with bar:
-            result = run(requests, config, lambda done, total: bar.update(task, completed=done))
+            result = run(
+                requests, config, lambda done, total: bar.update(task, completed=done), history
+            )
     except Violation as violation:
         if as_json:
             found = {"rule": violation.id, "evidence": violation.evidence, "at": violation.call}
@@ -137,6 +148,7 @@ def replay(
         else:
             print(violation)
         return 1
+    _draw(history, plot, perfetto, arrivals)
     if as_json:
         blocks = {**bound._asdict(), "computed_from": "ids"}
         told = {"format": read.format, "block_size": read.block_size, "notes": read.notes}
@@ -145,6 +157,24 @@ def replay(
     else:
         print("\n".join([*trace_lines(read), *_lines(result, bound)]))
     return 0
+
+
+def _check_perfetto(path: Path) -> None:
+    if path.suffix != ".json" or path.is_dir() or not path.parent.is_dir():
+        raise InvalidArgument(f"--perfetto {path}: expected a name that ends in .json, in a folder")
+
+
+def _draw(history: Any, plot_to: Path | None, perfetto: Path | None, timed: bool) -> None:
+    """The figure and the file of one replay."""
+    if plot_to is not None:
+        from refcache.replay.history import plot
+
+        plot(history, plot_to, timed)
+    if perfetto is not None:
+        from refcache.picture import write_trace_events
+        from refcache.replay.history import trace_events
+
+        write_trace_events(trace_events(history, timed), perfetto)
 
 
 def trace_lines(read: RequestTrace) -> Iterator[str]:

@@ -36,6 +36,7 @@ from refcache.oracle.target.resolve import resolve
 from refcache.readers import TraceRequest
 from refcache.replay.config import ReplayConfig, ReplayResult
 from refcache.replay.feed import feed_of
+from refcache.replay.history import Step, step_of
 from refcache.replay.keeping import TTLStrategy
 from refcache.replay.parts import (
     CountingHiRadixCache,
@@ -52,9 +53,12 @@ COLLECT_AT = 100_000  # new objects: the loop makes few cycles, and looking for 
 
 @torch.inference_mode()  # no autograd beside many small operations: a fifth less time
 def replay(
-    requests: Iterable[TraceRequest], config: ReplayConfig, progress: Progress | None = None
+    requests: Iterable[TraceRequest],
+    config: ReplayConfig,
+    progress: Progress | None = None,
+    history: list[Step] | None = None,
 ) -> ReplayResult:
-    """Replay a trace; see the module docstring.
+    """Replay a trace; see the module docstring. ``history``: gets a row for each step.
 
     Raises:
         Violation: the first that a check finds; ``call`` says at which step.
@@ -84,10 +88,13 @@ def replay(
                 if not feed.more():
                     break
                 continue
-            computed = counts.computed
+            computed, counts.batch = counts.computed, None
             idle = 0 if scheduler.step() is not None else idle + 1
             feed.passed(counts.computed - computed)
             steps += 1
+            if history is not None:
+                now = feed.clock.now if feed.clock else steps
+                history += filter(None, [step_of(scheduler, counts, now)])
             scheduler.finished_reqs.clear()
             if idle > STUCK:
                 raise Violation("PROGRESS", f"{idle} steps in a row launched nothing")

@@ -102,19 +102,27 @@ def counted(tree: Any) -> Any:
 
 
 class Counts(SchedulerObserver):
-    """Counts requests that finish, and tokens: hits, computed in prefills, outputs."""
+    """Counts requests that finish, and tokens: prompts, hits, computed in prefills, outputs.
+
+    Attributes:
+        batch: of the step, if it launched one: "prefill" or "decode", requests, tokens computed.
+    """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.progress = total, progress
-        self.finished = self.hits = self.computed = self.outputs = 0
+        self.finished = self.hits = self.prompts = self.computed = self.outputs = 0
+        self.batch: tuple[str, int, int] | None = None
 
     def on_batch(self, batch: ScheduleBatch) -> None:
-        if batch.forward_mode.is_extend():
-            self.computed += batch.extend_num_tokens
+        extend = batch.forward_mode.is_extend()
+        computed = batch.extend_num_tokens if extend else 0
+        self.computed += computed
+        self.batch = "prefill" if extend else "decode", len(batch.reqs), computed
 
     def on_finish(self, req: Req) -> None:
         self.finished += 1
         self.hits += req.cached_tokens or 0
+        self.prompts += len(req.origin_input_ids)
         self.outputs += len(req.output_ids)
         if self.progress is not None:
             self.progress(self.finished, self.total)
