@@ -129,8 +129,11 @@ class StandIn(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if _below(name, NAMES):
+        if _below(name, self.names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -154,14 +157,14 @@ class _Cudart:
 
 
 @contextmanager
-def install() -> Iterator[None]:
-    """Put the stand-ins in place while the engine is imported.
+def install(names: Sequence[str] = NAMES) -> Iterator[None]:
+    """Put the stand-ins in place while an engine is imported.
 
-    Packages of ``NAMES`` that were imported before come back afterwards; the stand-ins of all
+    Packages of ``names`` that were imported before come back afterwards; the stand-ins of all
     others stay, for imports that the engine makes later.
     """
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _below(name, NAMES)}
-    sys.meta_path.insert(0, _Finder())
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _below(name, names)}
+    sys.meta_path.insert(0, _Finder(names))
     if not torch.cuda.is_available():
         torch.cuda.cudart = _Cudart
     try:

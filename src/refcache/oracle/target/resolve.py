@@ -11,8 +11,12 @@ BUILT_IN = {
     "refcache": "refcache.oracle.target.reference:RefcacheTarget",
     "naive": "refcache.oracle.target.naive:NaiveTarget",
 }
-FAMILIES = {"sglang": "refcache.peers:peer_target"}
-"""Names with a version behind a colon, or with none: a function of the whole name."""
+FAMILIES = {
+    "sglang": "refcache.peers:peer_target",
+    "vllm": "refcache.peers.others.named:other_target",
+    "lmcache": "refcache.peers.others.named:other_target",
+}
+"""Names with a version or a part behind a colon, or with none: a function of the whole name."""
 OPS = "refcache.oracle.target.ops:ops_target"
 
 

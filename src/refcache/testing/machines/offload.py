@@ -12,6 +12,8 @@ from refcache.testing.machines.strategies import index, offload_configs
 keys = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True).map(tuple)
 """A few more keys than there are slots; a call names one to four."""
 first = st.sampled_from([0, 0, 0, 1, 2])
+tokens = st.integers(0, 3)
+"""Of the last block, where blocks may be shorter than a whole one."""
 
 
 class OffloadMachine(DriverMachine):
@@ -28,18 +30,18 @@ class OffloadMachine(DriverMachine):
     def lookup(self, keys: Any) -> None:
         self.d.lookup(keys)
 
-    @rule(keys=keys, tokens=st.integers(0, 3))
+    @rule(keys=keys, tokens=tokens)
     def store(self, keys: Any, tokens: int) -> None:
         self.d.store(keys, tokens)
 
-    @rule(keys=keys, ok=st.sampled_from([True, True, True, False]))
-    def store_and_end(self, keys: Any, ok: bool) -> None:
-        self.store_at_once(keys, ok)
+    @rule(keys=keys, ok=st.sampled_from([True, True, True, False]), tokens=tokens)
+    def store_and_end(self, keys: Any, ok: bool, tokens: int) -> None:
+        self.store_at_once(keys, tokens, ok)
 
-    def store_at_once(self, keys: Any, ok: bool) -> None:
+    def store_at_once(self, keys: Any, tokens: int = 0, ok: bool = True) -> None:
         """A store that is over before anything else happens."""
         before = len(self.d.bench.stores)
-        self.d.store(keys)
+        self.d.store(keys, tokens)
         if len(self.d.bench.stores) > before:
             self.d.stored(before, ok)
 
@@ -56,7 +58,7 @@ class OffloadMachine(DriverMachine):
     @rule(keys=keys, touch=st.booleans())
     def used_when_room_is_needed(self, keys: Any, touch: bool) -> None:
         """Of some blocks the first is used again; then all but one must go."""
-        self.store_at_once(keys, True)
+        self.store_at_once(keys)
         if touch:
             self.d.touch(keys[:1])
         else:
@@ -65,10 +67,10 @@ class OffloadMachine(DriverMachine):
             self.d.loaded(before)
         self.d.fill(1)
 
-    @rule(keys=keys, first=first)
-    def read_by_two(self, keys: Any, first: int) -> None:
+    @rule(keys=keys, first=first, tokens=tokens)
+    def read_by_two(self, keys: Any, first: int, tokens: int) -> None:
         """Two loads of the same blocks, of which one is over when room is needed."""
-        self.store_at_once(keys, True)
+        self.store_at_once(keys, tokens)
         before = len(self.d.bench.loads)
         self.d.load(keys)
         self.d.load(keys[::-1])

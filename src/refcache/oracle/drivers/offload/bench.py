@@ -68,6 +68,12 @@ class OffloadBench:
         """Slots that nobody has."""
         return self.config.pages - len(self.stored) - len(self.storing)
 
+    @property
+    def held(self) -> dict[int, int]:
+        """Slot by key, of the keys that surely have one: with tiers below, those in use."""
+        tiers, loading = self.traits.tiers, self.loading
+        return self.storing | {k: at for k, at in self.stored.items() if not tiers or loading[k]}
+
     def idle(self, kept: Sequence[int] = ()) -> list[int]:
         """The stored keys that may go for a store of ``kept``."""
         return [k for k in self.stored if not self.loading[k] and k not in kept]
@@ -141,15 +147,16 @@ class OffloadBench:
         """A store of distinct keys; a job if something is to be written."""
         names, partial = [key_of(k) for k in keys], self.traits.partial
         self.known.update(keys)
-        missing = [k for k in keys if k not in self.stored and k not in self.storing]
+        missing = [k for k in keys if k not in self.held]
         answer = self.call("prepare_store", names, *([list(tokens)] if partial else []))
         if answer is None:
             self._judge_refusal(missing, keys)
             return
         slots = {int.from_bytes(name, "big"): slot for name, slot in answer.items()}
         free, strange = self.free, sorted(slots.keys() - set(missing))
-        if self.traits.tiers:  # what came back from below has its slot already
+        if self.traits.tiers:  # what came back from below has a slot already
             missing = [k for k in missing if k in slots]
+            self.stored = {k: at for k, at in self.stored.items() if k not in slots}
         self.trial.require(
             not strange, "OF5", f"a slot was given for keys {strange}, which have one"
         )
@@ -182,10 +189,7 @@ class OffloadBench:
         """OF5: nobody has it."""
         whole = isinstance(slot, int) and not isinstance(slot, bool)
         self.trial.require(whole, "OF5", f"the slot of key {key} is {slot!r}, expected a number")
-        held = self.storing if self.traits.tiers else {**self.stored, **self.storing}
-        if self.traits.tiers:
-            held = held | {k: self.stored[k] for k in self.stored if self.loading[k]}
-        owner = next((k for k, at in held.items() if at == slot), None)
+        owner = next((k for k, at in self.held.items() if at == slot), None)
         self.trial.require(
             owner is None, "OF5", f"key {key} was given slot {slot}, which key {owner} has"
         )
@@ -259,15 +263,18 @@ class OffloadBench:
         self.look(why=" after a touch")
 
     def reset(self) -> None:
+        """Every block is gone; what lies in tiers below may come back."""
         self.call("reset")
-        self.stored = {}
-        if self.can("events"):  # each block's removal, or one event for all, or none
-            gone = {name for kind, name in self.call("events") if kind == "removed"}
-            strange = {int.from_bytes(name, "big") for name in gone} - self.replayed
+        told = self.call("events") if self.can("events") else ()
+        if not self.traits.tiers:  # each block's removal, or one event for all, or none
+            gone = {int.from_bytes(name, "big") for kind, name in told if kind == "removed"}
+            strange = sorted(gone - self.replayed)
             self.trial.require(
-                not strange, "OF7", f"a reset removed keys {sorted(strange)}, which were not there"
+                not strange, "OF7", f"a reset removed keys {strange}, which were not there"
             )
+        below = self.ever if self.traits.tiers else set()
         self._clear()
+        self.ever |= below
         self.look(why=" after a reset")
 
     # ---- checks ----------------------------------------------------------------------------------

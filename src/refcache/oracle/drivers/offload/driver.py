@@ -46,6 +46,8 @@ class OffloadDriver(Driver):
         bench = self.bench
         if bench.traits.tiers:
             wanted = [k for k in _distinct(keys) if k in bench.ever and bench.lookup([k])]
+            if bench.lookup(wanted) < len(wanted):  # one took the room of another
+                return
         else:
             wanted = [k for k in _distinct(keys) if k in bench.stored]
         if wanted:
@@ -112,13 +114,12 @@ class OffloadDriver(Driver):
         bench = self.bench
         return (k for k in itertools.count(FRESH) if k not in bench.stored | bench.storing)
 
-    @staticmethod
-    def _ends(jobs: list[list[int]], job: int, first: int) -> list[int]:
+    def _ends(self, jobs: list[list[int]], job: int, first: int) -> list[int]:
         """Take these keys out of an open job, and the job off the list when it is over."""
         if not jobs:
             return []
         job %= len(jobs)
-        keys = jobs[job][: first or None]
+        keys = jobs[job][: None if self.bench.traits.whole_jobs else first or None]
         del jobs[job][: len(keys)]
         if not jobs[job]:
             del jobs[job]

@@ -71,6 +71,7 @@ class OffloadTraits:
             that order. Empty: they may go in any order.
         token_bytes: of one token, in ``write`` and ``read``.
         partial: blocks may be shorter than a whole one.
+        whole_jobs: a job is complete with one call for all its keys, not key by key.
         tiers: there are more tiers below: a lookup may start to bring a block back, so it may take
             room, and what is not found now may be found later.
     """
@@ -79,6 +80,7 @@ class OffloadTraits:
     uses: frozenset[str] = frozenset()
     token_bytes: int = 8
     partial: bool = False
+    whole_jobs: bool = False
     tiers: bool = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,1 @@
+"""Caches of other engines, unmodified, as targets: ``vllm:NAME``, ``lmcache:NAME``."""
