@@ -17,6 +17,7 @@ from refcache.cli.campaign import campaign
 from refcache.cli.check import check
 from refcache.cli.convert import convert
 from refcache.cli.explore import explore
+from refcache.cli.misuse import misuse
 from refcache.cli.planted import planted
 from refcache.cli.replay import replay
 from refcache.cli.traces import judge, shrink
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    check, explore, campaign, replay, convert, judge, shrink, workload, planted, tune
+    check, explore, campaign, replay, convert, judge, shrink, workload, planted, misuse, tune
 ):  # fmt: skip
     app.command()(command)
 

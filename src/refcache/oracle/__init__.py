@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from refcache.oracle.target.naive import NaiveTarget, NaiveTree
     from refcache.oracle.target.naive_allocator import NaiveAllocator
     from refcache.oracle.target.offload.contract import OffloadManager, OffloadTraits
+    from refcache.oracle.target.paged import PagedAdapter
     from refcache.oracle.target.resolve import resolve
     from refcache.oracle.view.state import RequestView, State
     from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
@@ -53,6 +54,7 @@ __all__ = [
     "OffloadManager",
     "OffloadTraits",
     "OpsDriver",
+    "PagedAdapter",
     "RanksDriver",
     "RequestView",
     "State",

@@ -3,6 +3,7 @@
 Each misuse must raise and leave everything as it was: the ledger does not move, so the checks after
 the step, and every later one, see what a half-done refusal has changed. Needs the capability
 ``refuses_misuse``; what counts as misuse is the list of strictness rules in ``docs/oracle.md``.
+:mod:`refcache.oracle.drivers.kinds` tries each kind alone, on any target.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,22 +14,6 @@ import torch
 from refcache.oracle.drivers.allocator import AllocatorDriver
 from refcache.oracle.drivers.tree.driver import TreeDriver
 from refcache.oracle.program.driver import step
-from refcache.oracle.program.trial import Trial
-from refcache.oracle.rules.violation import Violation
-
-
-def must_refuse(trial: Trial, what: str, function: Callable[..., Any], *args: Any) -> None:
-    """Call ``function``; it must raise one of the target's errors."""
-    expected = trial.target.errors
-    try:
-        function(*args)
-    except expected:
-        trial.raise_noted()
-        return
-    except Exception as error:
-        raise Violation("REFUSE", f"{what}: raised {error!r}, expected {expected}") from error
-    trial.raise_noted()
-    raise Violation("REFUSE", f"{what}: was accepted, expected an error")
 
 
 class AllocatorMisuseDriver(AllocatorDriver):
@@ -70,17 +55,15 @@ class AllocatorMisuseDriver(AllocatorDriver):
     def free_floats(self) -> None:
         if self.sequences:
             slots = torch.tensor(self.sequences[0], dtype=torch.float32)
-            must_refuse(self.trial, "free of float slots", self.bench.subject.free, slots)
+            self.trial.misused("free of float slots", self.bench.subject.free, slots)
 
     @step
     def alloc_odd(self, pages: int) -> None:
         """A negative size; a size that fills no whole page."""
-        must_refuse(
-            self.trial, "alloc of -1 pages", self.bench.subject.alloc, -self.config.page_size
-        )
+        self.trial.misused("alloc of -1 pages", self.bench.subject.alloc, -self.config.page_size)
         if self.config.page_size > 1:
             count = pages * self.config.page_size + 1
-            must_refuse(self.trial, f"alloc of {count} slots", self.bench.subject.alloc, count)
+            self.trial.misused(f"alloc of {count} slots", self.bench.subject.alloc, count)
 
     @step
     def shrink(self, index: int) -> None:
@@ -105,7 +88,7 @@ class AllocatorMisuseDriver(AllocatorDriver):
             lens = torch.tensor([len(old) + 1])
             last = torch.tensor([old[-1] + 1])
             what = "alloc_decode after another slot"
-            must_refuse(self.trial, what, self.bench.subject.alloc_decode, lens, lens, last)
+            self.trial.misused(what, self.bench.subject.alloc_decode, lens, lens, last)
 
     @step
     def last_loc_outside(self, index: int) -> None:
@@ -117,15 +100,15 @@ class AllocatorMisuseDriver(AllocatorDriver):
                 last = page * self.config.page_size + offset
                 self._refuses_growth(f"alloc_extend after a slot {where}", old, 1, last, 1)
                 args = (self.bench.subject.alloc_decode, lens, lens, torch.tensor([last]))
-                must_refuse(self.trial, f"alloc_decode after a slot {where}", *args)
+                self.trial.misused(f"alloc_decode after a slot {where}", *args)
 
     def _refuses(self, what: str, slots: Sequence[int]) -> None:
-        must_refuse(self.trial, what, self.bench.subject.free, torch.tensor(slots))
+        self.trial.misused(what, self.bench.subject.free, torch.tensor(slots))
 
     def _refuses_growth(self, what: str, old: list[int], more: int, last: int, total: int) -> None:
         before, after = torch.tensor([len(old)]), torch.tensor([len(old) + more])
         args = (before, before, after, after, torch.tensor([last]), total)
-        must_refuse(self.trial, what, self.bench.subject.alloc_extend, *args)
+        self.trial.misused(what, self.bench.subject.alloc_extend, *args)
 
 
 class TreeMisuseDriver(TreeDriver):
@@ -199,5 +182,5 @@ class TreeMisuseDriver(TreeDriver):
 
     def _unchanged(self, what: str, function: Callable[..., Any], *args: Any) -> None:
         before = self.bench.shape()
-        must_refuse(self.trial, what, function, *args)
+        self.trial.misused(what, function, *args)
         self.bench.same_shape(before, "Z3", f"the refused call ({what})")

@@ -25,6 +25,7 @@ class Trial:
             ``crash``: a report of the simulated machine's tracker.
         answered: is told the name and the result of every call.
         made: makes each call; what tries out its faults takes its place.
+        misused: makes a call that breaks the contract, and says what must come of it.
     """
 
     def __init__(self, target: Target) -> None:
@@ -32,6 +33,7 @@ class Trial:
         self.explained: Callable[[BaseException], Violation | None] = lambda error: None
         self.answered: Callable[[str, Any], None] = lambda name, result: None
         self.made: Callable[..., Any] = lambda function, *args, **kwargs: function(*args, **kwargs)
+        self.misused: Callable[..., None] = self.must_refuse
         self._noted: Violation | None = None
         self._settings: TorchSettings | None = None  # when the step that runs began
 
@@ -75,6 +77,19 @@ class Trial:
         self._settings_kept(function, before)
         self.answered(getattr(function, "__name__", ""), result)
         return result
+
+    def must_refuse(self, what: str, function: Callable[..., Any], *args: Any) -> None:
+        """Make a call that breaks the contract; it must raise one of the target's errors."""
+        expected = self.target.errors
+        try:
+            function(*args)
+        except expected:
+            self.raise_noted()
+            return
+        except Exception as error:
+            raise Violation("REFUSE", f"{what}: raised {error!r}, expected {expected}") from error
+        self.raise_noted()
+        raise Violation("REFUSE", f"{what}: was accepted, expected an error")
 
     def _settings_kept(self, function: Callable[..., Any], before: TorchSettings) -> None:
         """After a call, with what was noted in it first."""

@@ -9,6 +9,8 @@ TARGETS = {
     "vllm:offload-lru": "vllm_offload:LruOffload",
     "vllm:offload-arc": "vllm_offload:ArcOffload",
     "vllm:offload-tiers": "vllm_offload:TieredOffload",
+    "lmcache:tensor": "lmcache_pages:TensorPages",
+    "lmcache:paged": "lmcache_pages:PagedPages",
     "lmcache:backend": "lmcache_backend:Backend",
     "lmcache:backend+partial": "lmcache_backend:Partial",
     "lmcache:backend-paged": "lmcache_backend:PagedBackend",
