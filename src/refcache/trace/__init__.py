@@ -10,11 +10,13 @@ from refcache.trace.events.shrink import shrink_events
 from refcache.trace.events.stream import judge_events
 from refcache.trace.file import is_recorded
 from refcache.trace.judge import judge_file, judge_lines, judge_trace
+from refcache.trace.names import Named
 from refcache.trace.record import Recorder, record
 from refcache.trace.shrink import shrink_lines, shrink_trace
 from refcache.trace.verdict import TraceVerdict
 
 __all__ = [
+    "Named",
     "Recorder",
     "TraceVerdict",
     "is_recorded",

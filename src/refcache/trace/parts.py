@@ -10,40 +10,48 @@ from refcache.errors import InvalidArgument
 from refcache.trace import captures
 from refcache.trace import format as f
 from refcache.trace.captures import Capture
+from refcache.trace.names import Names, View
 
 
 class Parts:
-    """The objects to wrap, found from the subject by their names.
+    """The objects to wrap, found from the subject by their names; each a :class:`View`.
 
     Raises:
         InvalidArgument: not such an object, or one that is in use already.
     """
 
-    def __init__(self, subject: Any) -> None:
+    def __init__(self, subject: Any, names: Names) -> None:
+        self.allocator: View
         self.tree: Any = None
+        self.host: Any = None
         self.controller: Any = None
-        if all(hasattr(subject, name) for name in ("match_prefix", "insert", "evict")):
-            self.tree = subject
-            self.allocator = subject.token_to_kv_pool_allocator
-            self.controller = getattr(subject, "cache_controller", None)
-        elif all(hasattr(subject, name) for name in ("write", "load", "start_loading")):
-            self.controller = subject
-            self.allocator = subject.mem_pool_device_allocator
-        elif all(hasattr(subject, name) for name in ("alloc", "free", "available_size")):
-            self.allocator = subject
+        self.names = names
+        kind, view = names.kind(subject), View(subject, names)
+        if kind == "tree cache":
+            self.tree, self.controller = view, self._part(view, "cache_controller")
+            allocator = self._part(view, "token_to_kv_pool_allocator")
+            if allocator is None:
+                raise InvalidArgument("record: the tree cache has no allocator")
+            self.allocator = allocator
+        elif kind == "controller":
+            self.controller = view
+            self.allocator = View(view.mem_pool_device_allocator, names)
         else:
-            raise InvalidArgument(
-                f"record: {type(subject).__name__} is no tree cache, controller or allocator"
-            )
-        self.host = None if self.controller is None else self.controller.mem_pool_host
+            self.allocator = view
+        self.host = (
+            None if self.controller is None else self._part(self.controller, "mem_pool_host")
+        )
         self._refuse_used()
+
+    def _part(self, view: View, name: str) -> Any:
+        """What the object has under that name; None if nothing."""
+        found = getattr(view, name, None)
+        return None if found is None else View(found, self.names)
 
     def _refuse_used(self) -> None:
         """Refuse what cannot be recorded from its beginning."""
         if getattr(self.tree, "disable", False):
             raise InvalidArgument("record: the tree cache is disabled")
-        if self.allocator is None:
-            raise InvalidArgument("record: the tree cache has no allocator")
         free, size = int(self.allocator.available_size()), int(self.allocator.size)
         cached = 0 if self.tree is None else int(self.tree.total_size())
         host = 0
@@ -69,7 +77,8 @@ class Parts:
             versions=_versions(kind.__module__.partition(".")[0]),
         )
 
-    def wrapped(self) -> Iterator[tuple[str, Any, dict[str, Capture]]]:
+    def wrapped(self) -> Iterator[tuple[str, View, dict[str, Capture]]]:
+        """Each part with the operations that are recorded of it."""
         yield "allocator", self.allocator, captures.ALLOCATOR
         if self.tree is not None:
             yield (

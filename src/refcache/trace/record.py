@@ -6,7 +6,8 @@ results, exceptions and the order of calls are the cache's own. ``Recorder.close
 wrappers off.
 
 Recorded are a tree cache (one or two tiers) with its allocator, host pool and controller; a
-controller with its allocator and host pool; or an allocator alone, all with SGLang's names. A call
+controller with its allocator and host pool; or an allocator alone, with SGLang's names, or with
+others and a table (:mod:`refcache.trace.names`). A call
 that one part makes on itself is not a record: it is an implementation's own business.
 
 The subject must be empty when the recording starts: a judge has to know who owns what. On a GPU,
@@ -16,7 +17,7 @@ each recorded call waits for the index tensors that it writes down.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,31 +26,40 @@ from weakref import WeakKeyDictionary, ref
 from refcache.trace import format as f
 from refcache.trace.captures import Capture
 from refcache.trace.file import Closes, TraceWriter
+from refcache.trace.names import Named, Names
 from refcache.trace.parts import Parts
 
 
-def record(subject: Any, path: str | Path) -> "Recorder":
+def record(
+    subject: Any, path: str | Path, names: Mapping[str, str | Named] | None = None
+) -> "Recorder":
     """Record every call on ``subject`` to ``path`` until the recorder is closed.
 
     Args:
         subject: a tree cache, a ``HiCacheController``, or an allocator, with nothing in it yet.
         path: the file; it is overwritten. ``.zst`` compresses.
+        names: for an object with names of its own: from its method to the operation in SGLang's
+            words (:mod:`refcache.trace.names`).
 
     Returns:
-        The :class:`Recorder`; also a context manager.
+        The :class:`Recorder`; also a context manager. Its ``missing`` are the operations that the
+        object has no method for.
 
     Raises:
-        InvalidArgument: not such an object, or one that is in use already.
+        InvalidArgument: not such an object (the text says what is missing), or one that is in use
+            already.
+        UnknownName: ``names`` has an operation that there is not.
         InvalidTrace: the file cannot be written.
     """
-    return Recorder(subject, path)
+    return Recorder(subject, path, Names(names))
 
 
 class Recorder(Closes):
-    """What :func:`record` returns. ``header``: the first line; ``close``: stop."""
+    """What :func:`record` returns. ``header``: the first line; ``close``: stop; ``missing``: what
+    is not recorded, since the object has no such method: ``part.operation``."""
 
-    def __init__(self, subject: Any, path: str | Path) -> None:
-        self._parts = Parts(subject)
+    def __init__(self, subject: Any, path: str | Path, names: Names) -> None:
+        self._parts = Parts(subject, names)
         self.tree = self._parts.tree
         self.header = self._parts.header(subject)
         self._writer = TraceWriter(path, self.header)
@@ -63,11 +73,16 @@ class Recorder(Closes):
         self._seen_acks: dict[str, list[Any]] = {"write": [], "load": []}
         self._undo: list[Callable[[], None]] = []
         self.closed = False
-        if self._parts.tree is not None:
+        self.missing: list[str] = []
+        if hasattr(self._parts.tree, "root_node"):
             self.node(self._parts.tree.root_node)
         for part, owner, methods in self._parts.wrapped():
-            for name, capture in methods.items():
-                self._wrap(part, owner, name, capture)
+            for operation, capture in methods.items():
+                name = names.method(operation)
+                if hasattr(owner.subject, name):
+                    self._wrap(part, owner.subject, name, names.capture(operation, capture))
+                else:
+                    self.missing.append(f"{part}.{operation}")
 
     def close(self) -> None:
         """Take the wrappers off and finish the file."""
@@ -82,9 +97,7 @@ class Recorder(Closes):
 
     def _wrap(self, part: str, owner: Any, name: str, capture: Capture) -> None:
         """Put a recording method in the place of ``owner.name``, and remember the way back."""
-        original = getattr(owner, name, None)
-        if original is None:
-            return
+        original = getattr(owner, name)
         bare = owner.__dict__.get(name)
 
         @functools.wraps(original)
