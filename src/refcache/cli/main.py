@@ -17,8 +17,7 @@ from refcache.cli.campaign import campaign
 from refcache.cli.check import check
 from refcache.cli.convert import convert
 from refcache.cli.explore import explore
-from refcache.cli.misuse import misuse
-from refcache.cli.planted import planted
+from refcache.cli.planted import misuse, planted
 from refcache.cli.replay import replay
 from refcache.cli.traces import judge, shrink
 from refcache.cli.tune import tune

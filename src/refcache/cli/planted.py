@@ -1,4 +1,5 @@
-"""``refcache planted``: the bugs that the suites must catch."""
+"""``refcache planted``: the bugs that the suites must catch. ``refcache misuse``: calls that break
+the contract, and what comes of them."""
 
 import sys
 from collections.abc import Sequence
@@ -102,3 +103,30 @@ def caught_line(caught: Any) -> str:
     if caught.by:
         return f"{line}DOES NOT COUNT: only an exception shows it ({caught.by})"
     return f"{line}SURVIVED {caught.cases} cases of {caught.suite}"
+
+
+def misuse(
+    target: Annotated[str, typer.Argument(help="Named as for `refcache check`.")] = "refcache",
+    explain: Annotated[
+        bool, typer.Option(help="The program of each kind that is not refused.")
+    ] = False,
+) -> int:
+    """Try each kind of misuse alone; going on shows what it did.
+
+    One line a kind: refused, ignored, accepted (with the damage) or crash. The exit code is 1 when
+    one was accepted or crashed, or ignored by a target that declares refuses_misuse.
+    """
+    from refcache.oracle import resolve
+    from refcache.oracle.drivers.kinds import misuse_by_kind
+
+    found = resolve(target)
+    bad = {"accepted", "crash"}
+    if "refuses_misuse" in found.capabilities:
+        bad.add("ignored")
+    code = 0
+    for one in misuse_by_kind(found):
+        print(f"{one.kind:<20} {one.outcome:<9} {one.evidence}")
+        if explain and one.outcome != "refused":
+            print("".join(f"    {line}\n" for line in one.steps), end="")
+        code = max(code, int(one.outcome in bad))
+    return code
