@@ -25,6 +25,7 @@ HIT_POLICIES = ("per_visit", "per_request", "chunks_count")
 PREFETCH_STOP_POLICIES = ("best_effort", "wait_complete", "timeout")
 """When a prefetch from storage is given up: when the request's turn comes; never; or then, but not
 before a time that grows with the pages."""
+HIT_REFRESHES = ("path", "used")
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
@@ -200,7 +201,7 @@ class ServerArgs:
 
 @dataclass
 class CacheInitParams:
-    """Constructor arguments of every tree cache; the last four are refcache's own.
+    """Constructor arguments of every tree cache; the last five are refcache's own.
 
     Attributes:
         enable_mamba_extra_buffer: requests keep snapshots of their state in slots of their own, at
@@ -208,6 +209,8 @@ class CacheInitParams:
         sliding_window_size: how many tokens a window layer looks back (``SWARadixCache``).
         mamba_cache_chunk_size: prefills can leave a state at multiples of so many tokens; None:
             the larger of 64 and the page size.
+        hit_refreshes: which states and windows of a path count as used by a hit: all ("path", as in
+            SGLang 0.5.10), or those that the request goes on with ("used", as in 0.5.23).
     """
 
     disable: bool
@@ -230,6 +233,7 @@ class CacheInitParams:
     hit_policy: str = "per_visit"
     runtime: "Runtime | None" = None
     mamba_cache_chunk_size: int | None = None
+    hit_refreshes: str = "path"
 
 
 @dataclass

@@ -52,3 +52,13 @@ def test_a_picture_shows_what_the_tree_has(monkeypatch):
     assert "match 10" in hybrid_pictures.a_window_that_lives()
     monkeypatch.setattr(WindowComponent, "usable", lambda self, path: False)
     assert "match 0" in hybrid_pictures.a_window_that_lives()
+
+
+def test_who_reads_the_plain_tree_reads_of_no_other():
+    """Nothing there is about states and windows but what a plain tree answers when asked."""
+    words = re.compile("component|tombstone|hybrid|window|recurrent")
+    answers = ("No sliding window: 0.", "No layer with", "``mamba_value``")
+    for name in ("radix_tree", "radix_cache", "insert_plan", "node", "strategies", "hiradix_cache"):
+        lines = (ROOT / "src" / "refcache" / "tree" / f"{name}.py").read_text(encoding="utf-8")
+        found = [line for line in lines.splitlines() if words.search(line)]
+        assert [line for line in found if not any(a in line for a in answers)] == [], name

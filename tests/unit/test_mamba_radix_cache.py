@@ -17,6 +17,7 @@ from refcache.errors import (
     LockUnderflow,
     OutOfSlots,
     StaleMatch,
+    UnknownName,
 )
 from refcache.keys import RadixKey
 from refcache.pool import (
@@ -394,3 +395,22 @@ def test_accounts_that_are_wrong_are_noticed(spoil, branches):
         branches.states.of(next(iter(branches.states.lru))).value = None
     with pytest.raises(BrokenAccounts, match="mamba"):
         branches.sanity_check()
+
+
+@pytest.mark.parametrize(
+    ("rule", "gone", "left"), [("path", [9, 8], (3, 0)), ("used", [1], (3, 2))]
+)
+def test_what_a_hit_refreshes(rule, gone, left):
+    """With the whole path, states that nobody starts from keep another session's from staying."""
+    tree = make(hit_refreshes=rule)
+    for tokens in ([1], [1, 2], [1, 2, 3], [9, 8]):
+        insert(tree, tokens)
+    match(tree, [1, 2, 3])
+    assert order(tree, "mamba")[0] == gone
+    evict(tree, mamba=1)
+    assert (found(tree, [1, 2, 3])[0], found(tree, [9, 8])[0]) == left
+
+
+def test_a_rule_of_refreshing_has_a_name():
+    with pytest.raises(UnknownName, match="did you mean 'path'"):
+        make(hit_refreshes="paht")

@@ -23,7 +23,7 @@ from refcache.types import (
 )
 
 
-def make(window=4, full=32, swa=32, page_size=1):
+def make(window=4, full=32, swa=32, page_size=1, **more):
     return SWARadixCache(
         CacheInitParams(
             disable=False,
@@ -33,6 +33,7 @@ def make(window=4, full=32, swa=32, page_size=1):
             ),
             page_size=page_size,
             sliding_window_size=window,
+            **more,
         )
     )
 
@@ -287,3 +288,16 @@ def test_sizes_and_refusals():
         insert(tree, [1, 2], gone=-1)
     with pytest.raises(InvalidArgument, match="mamba_value"):
         tree.insert(InsertParams(RadixKey([1]), torch.tensor([1]), mamba_value=torch.tensor([1])))
+
+
+@pytest.mark.parametrize(
+    ("rule", "order"),
+    [("path", [[9], [1, 2], [3, 4], [5, 6]]), ("used", [[1, 2], [9], [3, 4], [5, 6]])],
+)
+def test_what_a_hit_refreshes(rule, order):
+    tree = make(window=4, hit_refreshes=rule)
+    for tokens in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9]):
+        insert(tree, tokens)
+    match(tree, [1, 2, 3, 4, 5, 6])
+    assert [list(node.key) for node in tree.least_recent("swa")] == order
+    assert [list(node.key) for node in tree.least_recent()] == [[9], [1, 2], [3, 4], [5, 6]]

@@ -50,6 +50,10 @@ class TreeComponent(ABC):
         """``child`` has been cut: change what it has."""
 
     @abstractmethod
+    def used(self, path: Sequence[TreeNode]) -> Sequence[TreeNode]:
+        """Of ``path`` (from the root's child), the nodes whose values a request goes on with."""
+
+    @abstractmethod
     def to_lock(self, path: Sequence[TreeNode]) -> Sequence[TreeNode]:
         """The nodes that a holder of the end of ``path`` (from that node upwards) locks.
 

@@ -10,13 +10,14 @@ is less recent than what hangs from it. Values that only lengthen a prefix go fi
 from collections.abc import Iterable
 from dataclasses import replace
 
-from refcache.errors import AmbiguousSize, InvalidArgument
+from refcache.errors import AmbiguousSize, InvalidArgument, UnknownName
 from refcache.tree.components.component import TreeComponent
 from refcache.tree.components.node import HybridTreeNode
 from refcache.tree.insert_plan import Halves
 from refcache.tree.node import TreeNode
 from refcache.tree.radix_cache import RadixCache
 from refcache.types import (
+    HIT_REFRESHES,
     CacheInitParams,
     CacheReq,
     DecLockRefParams,
@@ -36,9 +37,11 @@ class HybridRadixCache(RadixCache):
 
     Attributes:
         components: what its nodes have beside their KV.
+        hit_refreshes: see :class:`~refcache.types.CacheInitParams`.
 
     Raises:
         InvalidArgument: an eviction policy other than lru; as :class:`RadixCache`.
+        UnknownName: a rule of refreshing that does not exist.
     """
 
     node_class = HybridTreeNode
@@ -51,6 +54,9 @@ class HybridRadixCache(RadixCache):
                 f"eviction_policy={params.eviction_policy!r} of {type(self).__name__}: expected "
                 "'lru', the only order that its components have"
             )
+        if params.hit_refreshes not in HIT_REFRESHES:
+            raise UnknownName("hit_refreshes", params.hit_refreshes, HIT_REFRESHES)
+        self.hit_refreshes = params.hit_refreshes
         super().__init__(replace(params, clock=None, enable_kv_cache_events=False))
 
     def _new_components(self) -> tuple[TreeComponent, ...]:
@@ -144,7 +150,12 @@ class HybridRadixCache(RadixCache):
 
     def _refresh(self, entered: list[TreeNode], found: list[TreeNode], now: float) -> None:
         """Only what was found is recent, not what lies beyond it."""
-        self._use(found)
+        for node in found:
+            node.last_access_time = self.clock()
+        for component in self.components:
+            used = component.used(found) if self.hit_refreshes == "used" else found
+            for node in used:
+                component.use(node)
 
     def _use(self, nodes: Iterable[TreeNode]) -> None:
         """Each of these nodes is the most recent one, in turn."""
@@ -223,7 +234,7 @@ class HybridRadixCache(RadixCache):
         self._to_unlock(req.last_node, None)
 
     def _hold(self, req: CacheReq, node: TreeNode) -> IncLockRefResult:
-        self._use(reversed(self._path(node)))
+        self._refresh([], self._path(node)[::-1], 0.0)
         return super()._hold(req, node)
 
     def evict(self, params: EvictParams) -> EvictResult:

@@ -56,6 +56,9 @@ class StateComponent(TreeComponent):
     def split(self, child: TreeNode, upper: TreeNode) -> None:
         """The lower half keeps the state and its locks."""
 
+    def used(self, path: Sequence[TreeNode]) -> Sequence[TreeNode]:
+        return path[-1:]
+
     def to_lock(self, path: Sequence[TreeNode]) -> Sequence[TreeNode]:
         if path and not self.holds(path[0]):
             raise StaleMatch(f"inc_lock_ref of {path[0]}: its state was evicted; match again")

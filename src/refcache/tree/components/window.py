@@ -99,6 +99,9 @@ class WindowComponent(TreeComponent):
         if self.holds(child):
             self.of(child).value = child.value
 
+    def used(self, path: Sequence[TreeNode]) -> Sequence[TreeNode]:
+        return self._window_of(path[::-1])[::-1]
+
     def to_lock(self, path: Sequence[TreeNode]) -> Sequence[TreeNode]:
         nodes = self._window_of(path)
         for node in nodes:
