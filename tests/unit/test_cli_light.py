@@ -84,6 +84,20 @@ REFUSED: list[tuple[list[str], str]] = [
     (["shrink", "a.jsonl", "--out", "a.jsonl"], "--out a.jsonl"),
     (["workload", "x.jsonl", "--requests", "-1"], "requests"),
     (["planted", "--only-one"], "--only-one"),
+    # options that would change nothing
+    (
+        ["check", "--without-edge", "load-fence", "--seed", "1", "--json"],
+        "--seed, --json: ",
+    ),
+    (["check", "--planted", "split-keeps-one-lock", "--no-planted"], "--no-planted: expected no"),
+    (["check", "--suite", "tree.state", "--exact"], "--exact: expected no such option"),
+    (["check", "--suite", "explore", "--profile", "sglang-0.5.10"], "choices are not compared"),
+    (["check", "--suite", "explore", "--seed", "2", "--no-planted"], "nothing is drawn"),
+    (["planted", "--seed", "1"], "--seed: expected no such option"),
+    (["replay", "written.jsonl", "--write-policy", "write_back"], "nothing is written"),
+    (["replay", "written.jsonl", "--sweep", "write-policy=write_back"], "nothing is written"),
+    (["replay", "written.jsonl", "--tokenizer", "t.json"], "has no text"),
+    (["convert", "written.jsonl", "out.jsonl", "--tokenizer", "t.json"], "has no text"),
 ]
 
 

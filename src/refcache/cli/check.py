@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from refcache.cli import report as reports
-from refcache.cli.console import prints_on_stderr
+from refcache.cli.console import prints_on_stderr, refuse_without_effect
 from refcache.cli.planted import caught_line, huntable
 from refcache.cli.workers import Hunt, Run, in_order
 from refcache.errors import InvalidArgument
@@ -64,15 +64,30 @@ def check(
     """
     sys.path.insert(0, os.getcwd())
     if without_edge is not None:
+        others = {
+            "--suite": suite,
+            "--max-examples": max_examples,
+            "--seed": seed,
+            "--json": as_json,
+            "--planted": planted,
+            "--no-planted": no_planted,
+            "--xfails": xfails,
+            "--exact": exact,
+            "--profile": profile,
+            "--write-policy": write_policy,
+            "--report": report,
+        }
+        refuse_without_effect(others, "--without-edge runs one program of its own")
         return _without_edge(target, without_edge)
     from refcache.oracle.target.config import DEFAULT_PROFILE, check_profile
     from refcache.oracle.target.resolve import resolve
     from refcache.planted import all_bugs, find
-    from refcache.testing.registry import draws_write_policies, list_suites
+    from refcache.testing.registry import EXACT, SUITES, draws_write_policies, list_suites
     from refcache.testing.xfails import Xfails, read_xfails
     from refcache.types import check_write_policy
 
     expected = Xfails() if xfails is None else read_xfails(xfails)
+    choices = {"--exact": exact, "--profile": profile}
     profile = profile or (DEFAULT_PROFILE if exact else None)
     if profile is not None:
         check_profile(profile)
@@ -89,6 +104,12 @@ def check(
             raise InvalidArgument(
                 f"--write-policy with {', '.join(names)}: expected a suite of two tiers (hicache)"
             )
+    if bug is not None:
+        refuse_without_effect({"--no-planted": no_planted}, "--planted hunts no other bug")
+    if not any(name in SUITES and SUITES[name].extra >= EXACT for name in names):
+        refuse_without_effect(choices, f"{', '.join(names)}: choices are not compared")
+    if not any(name in SUITES for name in names) and (bug or no_planted):
+        refuse_without_effect({"--seed": seed}, f"{', '.join(names)}: nothing is drawn")
     with prints_on_stderr():
         resolve(target)
     from refcache.testing.run import HUNT_EXAMPLES, MAX_EXAMPLES

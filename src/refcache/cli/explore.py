@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from refcache.cli.console import prints_on_stderr, status
+from refcache.cli.console import prints_on_stderr, refuse_without_effect, status
 from refcache.errors import InvalidArgument, UnknownName
 
 
@@ -51,6 +51,8 @@ def explore(
     if scope == ["list"]:
         from refcache.oracle.explore import SCOPES
 
+        others = {"--depth": depth, "--dir": folder, "--planted": planted, "--without": without}
+        refuse_without_effect(others | {"--json": as_json}, "--scope list only names the scopes")
         for one in SCOPES.values():
             print(f"{one.name:<20} {one.says}")
         return 0

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from refcache.cli.console import refuse_without_effect
 from refcache.cli.workers import Hunt, in_order
 from refcache.errors import InvalidArgument
 
@@ -44,6 +45,7 @@ def planted(
     if seeds is not None and (only_one or not run):
         raise InvalidArgument("--seeds: expected --run too, and no --only-one")
     if not run:
+        refuse_without_effect({"--seed": seed}, "nothing is drawn without --run")
         width = max(len(bug.name) for bug in bugs)
         for bug in bugs:
             print(f"{bug.name:<{width}}  {bug.suite:<15}  {bug.report}: {bug.summary}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from refcache.cli.console import progress
+from refcache.cli.console import progress, refuse_without_effect
 from refcache.errors import InvalidArgument
 from refcache.readers import RequestTrace, read_requests
 from refcache.replay.workload import PrefixBound, prefix_bound
@@ -26,6 +26,7 @@ BlockSizeOption = Annotated[
 TokenizerOption = Annotated[
     str | None, typer.Option(help="For text: a tokenizer.json or a name; else bytes are tokens.")
 ]
+WRITE_POLICY = "write_through"
 PREFILL_RATE, STEP_MS = 20_000, 20  # of an 8B model on a large card, roughly
 TOKEN_BYTES = 32  # K, V, and an entry of the free list while it is copied; 8 bytes each
 
@@ -52,7 +53,9 @@ def replay(
     host_ratio: Annotated[
         float | None, typer.Option(help="Host tokens / device tokens; without it, no host tier.")
     ] = None,
-    write_policy: Annotated[str, typer.Option(help="When KV goes to the host.")] = "write_through",
+    write_policy: Annotated[
+        str, typer.Option(help="With --host-ratio: when KV goes to the host.")
+    ] = WRITE_POLICY,
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Requests come at their times; idle gaps count.")
     ] = False,
@@ -104,6 +107,10 @@ def replay(
         prefill_rate=prefill_rate,
         step_ms=step_ms,
     )
+    axes = {axis.partition("=")[0] for axis in sweep or ()}
+    if host_ratio is None and "host-ratio" not in axes:
+        to_host = {"--write-policy": write_policy != WRITE_POLICY or "write-policy" in axes}
+        refuse_without_effect(to_host, "nothing is written without --host-ratio")
     read = read_requests(
         trace, format=form, block_size=block_size, limit=limit, tokenizer=tokenizer
     )

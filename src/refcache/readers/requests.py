@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from refcache.errors import InvalidTrace, UnknownName
+from refcache.errors import InvalidArgument, InvalidTrace, UnknownName
 from refcache.readers import block_lines, conversations, csv_lines
 from refcache.readers.rows import Options, Row
 from refcache.readers.source import Source, open_source
@@ -42,6 +42,7 @@ READERS: dict[str, Reader] = {
     "qwen-bailian": block_lines.read_bailian,
     "sharegpt": conversations.read,
 }
+TEXT = "sharegpt"
 REQUEST_FORMATS = tuple(READERS)
 
 
@@ -82,7 +83,8 @@ def read_requests(
 
     Raises:
         InvalidTrace: the file cannot be read, or is not of the form; names file, line and field.
-        UnknownName: no such format. InvalidArgument: the tokenizer cannot be had.
+        UnknownName: no such format. InvalidArgument: the tokenizer cannot be had, or there
+            is no text for it.
     """
     if format is not None and format not in READERS:
         raise UnknownName("format", format, READERS)
@@ -92,6 +94,8 @@ def read_requests(
         )
     source = Source(path)
     name = format or recognise(path)
+    if tokenizer is not None and name != TEXT:
+        raise InvalidArgument(f"tokenizer={tokenizer!r} for {name}: expected None, it has no text")
     rows, fixed, notes = READERS[name](source, Options(block_size, limit, tokenizer))
     listed = list(rows)
     size = _block_size(source, listed, block_size or fixed, notes)
