@@ -26,6 +26,7 @@ PREFETCH_STOP_POLICIES = ("best_effort", "wait_complete", "timeout")
 """When a prefetch from storage is given up: when the request's turn comes; never; or then, but not
 before a time that grows with the pages."""
 HIT_REFRESHES = ("path", "used")
+MAMBA_STRATEGIES = ("auto", "no_buffer", "extra_buffer")
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
@@ -111,6 +112,14 @@ class ServerArgs:
         hicache_storage_backend: a name, or a :class:`refcache.storage.HiCacheStorage`; None: the
             host is the last tier. ``hicache_storage_prefetch_policy``: when a prefetch is given up.
         served_model_name: told to the storage backend.
+        swa_full_tokens_ratio: window slots / full slots, for models with sliding windows.
+        max_mamba_cache_size: states, for models with recurrent layers; None: as many as
+            ``max_running_requests`` need at most, with two more each for the tree.
+        mamba_scheduler_strategy: "no_buffer" caches a request's running state (pages of one token,
+            no overlap); "extra_buffer" snapshots of it, in two more slots. "auto" is "no_buffer".
+        mamba_track_interval: with the extra buffer, a decode leaves a snapshot each so many tokens.
+        mamba_cache_chunk_size: prefills can leave one at multiples of so many tokens; None: the
+            larger of 64 and the page size, as in SGLang, where it is no argument.
         hicache_size: GB a rank; wins over ``hicache_ratio`` (host tokens / device tokens) above 0.
 
     Raises:
@@ -147,6 +156,11 @@ class ServerArgs:
     enable_memory_saver: bool = False
     enable_pdmux: bool = False
     enable_metrics: bool = False
+    swa_full_tokens_ratio: float = 0.8
+    max_mamba_cache_size: int | None = None
+    mamba_scheduler_strategy: str = "auto"
+    mamba_track_interval: int = 256
+    mamba_cache_chunk_size: int | None = None
     enable_hierarchical_cache: bool = False
     hicache_ratio: float = 2.0
     hicache_size: int = 0
@@ -183,11 +197,19 @@ class ServerArgs:
             "hicache_mem_layout": LAYOUTS,
             "hicache_storage_prefetch_policy": PREFETCH_STOP_POLICIES,
             "schedule_policy": SCHEDULE_POLICIES,
+            "mamba_scheduler_strategy": MAMBA_STRATEGIES,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UnknownName(name, getattr(self, name), known)
         SpeculativeAlgorithm.from_string(self.speculative_algorithm)
+        if self.enable_mamba_extra_buffer and (
+            self.mamba_track_interval < 2 or self.mamba_track_interval % self.page_size
+        ):
+            raise InvalidArgument(
+                f"mamba_track_interval={self.mamba_track_interval}: expected at least 2, in whole "
+                f"pages of {self.page_size}"
+            )
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise InvalidArgument(
                 "enable_hierarchical_cache with disable_radix_cache: expected one of both at most"
@@ -197,6 +219,11 @@ class ServerArgs:
                 f"dp_size={self.dp_size} with enable_dp_attention: expected a divisor of "
                 f"tp_size={self.tp_size}"
             )
+
+    @property
+    def enable_mamba_extra_buffer(self) -> bool:
+        """Requests keep snapshots of their state in slots of their own."""
+        return self.mamba_scheduler_strategy == "extra_buffer"
 
 
 @dataclass

@@ -41,6 +41,10 @@ DEFAULTS = {
     "enable_memory_saver": False,
     "enable_pdmux": False,
     "enable_metrics": False,
+    "swa_full_tokens_ratio": 0.8,
+    "max_mamba_cache_size": None,
+    "mamba_scheduler_strategy": "auto",
+    "mamba_track_interval": 256,
     "enable_hierarchical_cache": False,
     "hicache_ratio": 2.0,
     "hicache_size": 0,
@@ -51,6 +55,7 @@ DEFAULTS = {
 DIFFERENT = {"hicache_io_backend": "auto"}  # chosen for each copy
 OURS = {
     "model_path": "",  # needed there
+    "mamba_cache_chunk_size": None,  # the larger of 64 and the page size
     "enable_kv_cache_events": False,  # SGLang: kv_events_config, a text that is not None
 }
 

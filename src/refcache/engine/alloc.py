@@ -9,9 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
+from refcache.engine.hybrid import (
+    give_back_state,
+    make_room_for_states,
+    shortage,
+    tokens_within_reach,
+)
 from refcache.engine.req import Req
 from refcache.errors import InvalidArgument, OutOfSlots
-from refcache.types import EvictParams
 
 
 class Batch(Protocol):
@@ -38,15 +43,16 @@ def evict_from_tree_cache(tree_cache: Any, num_tokens: int) -> None:
     As in SGLang 0.5.10, a shortage evicts ``num_tokens``, not only what is missing: the next steps
     then need not evict again.
     """
-    if tree_cache.token_to_kv_pool_allocator.available_size() < num_tokens:
-        tree_cache.evict(EvictParams(num_tokens=num_tokens))
+    short = shortage(tree_cache, num_tokens)
+    if short is not None:
+        tree_cache.evict(short)
 
 
 def _granted(slots: torch.Tensor | None, what: str, tree_cache: Any) -> torch.Tensor:
     if slots is None:
         raise OutOfSlots(
-            f"{what}: {tree_cache.token_to_kv_pool_allocator.available_size()} tokens free and "
-            f"{tree_cache.evictable_size()} evictable after eviction; the budget had them"
+            f"{what}: {tree_cache.token_to_kv_pool_allocator.available_size()} tokens free, "
+            f"{tokens_within_reach(tree_cache)} with what can be evicted; the budget had them"
         )
     return slots
 
@@ -126,6 +132,7 @@ def alloc_for_extend(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int
     Raises:
         OutOfSlots: see the module docstring.
     """
+    make_room_for_states(batch.tree_cache, batch.reqs)
     rows = batch.req_to_token_pool.alloc(batch.reqs)
     if rows is None:
         raise OutOfSlots(
@@ -182,9 +189,14 @@ def release_kv_cache(req: Req, tree_cache: Any, is_insert: bool = True) -> None:
     With ``is_insert`` false its private pages are freed, not cached. These are three parts: a call
     that raises has done the first ones wholly, and goes on from there when it is made again.
 
+    A request that still waits has at most a copy of a state.
+
     Raises:
         DoubleFree: the request has given up everything already.
     """
+    if req.req_pool_idx is None and req.mamba_pool_idx is not None:
+        give_back_state(tree_cache, req)
+        return
     if not req.kv_committed_freed or req.req_pool_idx is None:
         tree_cache.cache_finished_req(req, is_insert=is_insert)
     page_size = tree_cache.page_size

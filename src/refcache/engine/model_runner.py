@@ -9,7 +9,11 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from refcache.allocator import (
+    PagedTokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner_kv_cache_mixin import (
     MakeAllocator,
@@ -45,9 +49,14 @@ class Model(Protocol):
 
 
 def make_allocator(runner: "ModelRunner") -> Any:
-    """refcache's allocator for the runner's page size."""
+    """refcache's allocator for the runner's page size, of two pools with windows."""
     page_size, size = runner.page_size, runner.max_total_num_tokens
     dtype, pool, runtime = runner.kv_cache_dtype, runner.token_to_kv_pool, runner.runtime
+    if runner.model_config.is_hybrid_swa:
+        return SWATokenToKVPoolAllocator(
+            size, runner.swa_max_total_num_tokens, page_size, dtype, runner.device, pool,
+            runtime=runtime,
+        )  # fmt: skip
     if page_size == 1:
         return TokenToKVPoolAllocator(size, dtype, runner.device, pool, runtime=runtime)
     return PagedTokenToKVPoolAllocator(size, page_size, dtype, runner.device, pool, runtime=runtime)

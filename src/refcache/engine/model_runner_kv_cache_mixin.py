@@ -6,7 +6,8 @@
     --_init_pools--> req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator
 
 Models SGLang's ``ModelRunnerKVCacheMixin``; left out: weights (the stand-in model has none), draft
-models, hybrid pools.
+models. A hybrid model's pools are sized by arguments (``max_mamba_cache_size``,
+``swa_full_tokens_ratio``), not by the memory that is free.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,15 @@ import torch
 
 from refcache.engine.model_config import ModelConfig, get_attention_tp_size
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.pool import KVCache, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from refcache.pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    KVCache,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+    SWAKVPool,
+)
 from refcache.runtime import Runtime
 from refcache.types import ServerArgs, SpeculativeAlgorithm
 
@@ -54,6 +63,13 @@ def get_available_gpu_memory(device: str) -> float | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free / GB
+
+
+def states_of_a_request(args: ServerArgs) -> int:
+    """Its running state and, with the extra buffer, the slots of its snapshots."""
+    if not args.enable_mamba_extra_buffer:
+        return 1
+    return 2 if args.disable_overlap_schedule else 3
 
 
 class ModelRunnerKVCacheMixin:
@@ -128,17 +144,79 @@ class ModelRunnerKVCacheMixin:
         """Make the three pools of ``config``."""
         self.max_total_num_tokens = config.max_total_num_tokens
         self.max_running_requests = config.max_running_requests
-        self.req_to_token_pool = ReqToTokenPool(
-            config.max_running_requests,
-            self.server_args.context_length,
-            device=self.device,
-            enable_memory_saver=self.server_args.enable_memory_saver,
-            runtime=self.runtime,
-        )
+        page, ratio = self.page_size, self.server_args.swa_full_tokens_ratio
+        self.swa_max_total_num_tokens = int(self.max_total_num_tokens * ratio) // page * page
+        self.req_to_token_pool = self._make_rows(config.max_running_requests)
         self.token_to_kv_pool = self._make_kv_pool() if self.keep_kv else None
         self.token_to_kv_pool_allocator = self.make_allocator(self)
 
-    def _make_kv_pool(self) -> KVCache:
+    def _make_rows(self, size: int) -> ReqToTokenPool:
+        config, args = self.model_config, self.server_args
+        common: dict[str, Any] = {
+            "size": size,
+            "max_context_len": args.context_length,
+            "device": self.device,
+            "enable_memory_saver": args.enable_memory_saver,
+            "runtime": self.runtime,
+        }
+        if config.mamba2_cache_params is None:
+            return ReqToTokenPool(**common)
+        overlap = not args.disable_overlap_schedule
+        own = states_of_a_request(args)
+        states = args.max_mamba_cache_size or size * (own + 2)
+        if states < own + 1:
+            raise InvalidArgument(
+                f"max_mamba_cache_size={states}: expected at least {own + 1}, those of a request "
+                "and the one that it starts from"
+            )
+        return HybridReqToTokenPool(
+            **common,
+            mamba_size=states,
+            mamba_spec_state_size=size,
+            cache_params=config.mamba2_cache_params,
+            mamba_layer_ids=config.mamba_layer_ids,
+            enable_mamba_extra_buffer=args.enable_mamba_extra_buffer,
+            enable_overlap_schedule=overlap,
+            start_layer=self.start_layer,
+        )
+
+    def _make_kv_pool(self) -> Any:
+        """A :class:`~refcache.pool.KVCache`, or the routed pool of a hybrid model."""
+        if self.model_config.is_hybrid_ssm or self.model_config.is_hybrid_swa:
+            return self._make_routed_pool()
+        return self._make_plain_pool()
+
+    def _make_routed_pool(self) -> HybridLinearKVPool | SWAKVPool:
+        config, args = self.model_config, self.server_args
+        common: dict[str, Any] = {
+            "size": self.max_total_num_tokens,
+            "dtype": self.kv_cache_dtype,
+            "page_size": self.page_size,
+            "head_num": config.get_num_kv_heads(get_attention_tp_size(args)),
+            "head_dim": config.head_dim,
+            "full_attention_layer_ids": config.full_attention_layer_ids,
+            "enable_kvcache_transpose": False,
+            "device": self.device,
+            "start_layer": self.start_layer,
+            "enable_memory_saver": args.enable_memory_saver,
+            "runtime": self.runtime,
+        }
+        if isinstance(self.req_to_token_pool, HybridReqToTokenPool):
+            return HybridLinearKVPool(
+                **common,
+                mamba_pool=self.req_to_token_pool.mamba_pool,
+                use_mla=config.is_mla,
+                kv_lora_rank=config.kv_lora_rank or None,
+                qk_rope_head_dim=config.qk_rope_head_dim,
+            )
+        return SWAKVPool(
+            **common,
+            size_swa=self.swa_max_total_num_tokens,
+            swa_attention_layer_ids=config.swa_attention_layer_ids,
+            v_head_dim=config.v_head_dim,
+        )
+
+    def _make_plain_pool(self) -> KVCache:
         config, args = self.model_config, self.server_args
         common: dict[str, Any] = {
             "page_size": self.page_size,

@@ -103,6 +103,12 @@ class Req:
         unmodelled: an argument of :data:`REFUSED`, with its neutral value.
 
     Attributes:
+        mamba_pool_idx, mamba_ping_pong_track_buffer, mamba_next_track_idx: its states, see
+            :class:`~refcache.pool.HybridReqToTokenPool`; ``mamba_last_track_seqlen``: the tokens
+            that its newest snapshot is of, if the tree does not have that one yet.
+        swa_evicted_seqlen: so many of its first tokens have no window slots of its own any more;
+            ``swa_uuid_for_lock``: what its lock returned.
+        decode_batch_idx: decode steps so far; ``extend_start``: where its last prefill began.
         time_stats: when it came into the queue.
         storage_hit_length: tokens that storage brought to the host for it.
         cached_tokens: prompt tokens that the cache had at the first admission (None before).
@@ -172,6 +178,14 @@ class Req:
         self.storage_hit_length = 0
         self.load_failed = False
         self.mamba_branching_seqlen: int | None = None
+        self.mamba_pool_idx: torch.Tensor | None = None
+        self.mamba_ping_pong_track_buffer: torch.Tensor | None = None
+        self.mamba_next_track_idx: int | None = None
+        self.mamba_last_track_seqlen: int | None = None
+        self.swa_evicted_seqlen = 0
+        self.swa_uuid_for_lock: int | None = None
+        self.decode_batch_idx = 0
+        self.extend_start: int | None = None
         self.cache_protected_len = 0
         self.cache_counted_len = 0
         self.kv_committed_len = 0

@@ -24,6 +24,13 @@ from refcache.engine.alloc import (
     evict_from_tree_cache,
     release_kv_cache,
 )
+from refcache.engine.hybrid import (
+    evict_window,
+    supports_mamba,
+    supports_swa,
+    track_decode,
+    track_prefill,
+)
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.req import Req
 from refcache.errors import InvalidArgument
@@ -60,7 +67,8 @@ class ModelWorkerBatch:
 
     ``reqs`` is for what never changes of a request: its name and namespace. ``cached_prefix_ids``:
     for each request of an extend, the tokens whose KV the cache gave it at admission; None in a
-    later chunk.
+    later chunk. Of a model with states: ``mamba_indices`` int64 ``[batch]``, the running states,
+    and ``mamba_track``, for each request the snapshot that this forward leaves, (tokens, slot).
     """
 
     forward_mode: ForwardMode
@@ -74,6 +82,8 @@ class ModelWorkerBatch:
     cached_prefix_ids: "list[array[int] | None]"
     reqs: list[Req]
     hicache_consumer_index: int = -1
+    mamba_indices: torch.Tensor | None = None
+    mamba_track: "Sequence[tuple[int, int] | None]" = ()
 
     @property
     def rows(self) -> list[int]:
@@ -132,6 +142,8 @@ class ScheduleBatch:
         self.cached_prefix_ids: list[array[int] | None] = []
         self.extend_num_tokens = 0
         self.hicache_consumer_index = -1
+        self.mamba_track_interval = 1
+        self.mamba_track: list[tuple[int, int] | None] = []
 
     @classmethod
     def init_new(
@@ -183,6 +195,7 @@ class ScheduleBatch:
             self.runtime,
         )
         same.forward_mode = self.forward_mode
+        same.mamba_track_interval = self.mamba_track_interval
         return same
 
     # ---- prepare -------------------------------------------------------------------------------
@@ -194,6 +207,7 @@ class ScheduleBatch:
             OutOfSlots: the adder's budget was wrong; the batch is unusable.
         """
         self.forward_mode = ForwardMode.EXTEND
+        self.maybe_evict_swa()
         self.prefix_lens = [len(r.prefix_indices) for r in self.reqs]
         self.extend_lens = [r.extend_input_len for r in self.reqs]
         self.extend_num_tokens = sum(self.extend_lens)
@@ -211,6 +225,11 @@ class ScheduleBatch:
         for req in self.reqs:
             req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
             req.is_retracted = False
+        if supports_mamba(self.tree_cache):
+            self.mamba_track = [
+                track_prefill(self.tree_cache, r, n)
+                for r, n in zip(self.reqs, self.prefix_lens, strict=True)
+            ]
 
     def prepare_for_decode(self) -> None:
         """Allocate one slot a request for its last output, which becomes the input.
@@ -222,11 +241,18 @@ class ScheduleBatch:
         self.input_ids, self.output_ids = self._has_run(), None
         self.forward_mode = ForwardMode.DECODE
         self.hicache_consumer_index = -1
+        self.maybe_evict_swa()
         self.out_cache_loc = alloc_for_decode(self)
         self.seq_lens_cpu = self.seq_lens_cpu + 1
         self.seq_lens = self.seq_lens_cpu.to(self.device)
         for req in self.reqs:
             req.kv_committed_len = req.kv_allocated_len = req.kv_committed_len + 1
+            req.decode_batch_idx += 1
+        if supports_mamba(self.tree_cache):
+            self.mamba_track = [
+                track_decode(req, n, self.mamba_track_interval)
+                for req, n in zip(self.reqs, self.seq_lens_cpu.tolist(), strict=True)
+            ]
 
     def get_model_worker_batch(
         self, seq_lens_cpu_cache: torch.Tensor | None = None
@@ -246,10 +272,34 @@ class ScheduleBatch:
             cached_prefix_ids=self.cached_prefix_ids if extend else [],
             reqs=self.reqs,
             hicache_consumer_index=self.hicache_consumer_index,
+            mamba_indices=self._running_states(),
+            mamba_track=self.mamba_track,
         )
 
+    def _running_states(self) -> torch.Tensor | None:
+        states = [req.mamba_pool_idx for req in self.reqs if req.mamba_pool_idx is not None]
+        return torch.stack(states) if states else None
+
     def maybe_evict_swa(self) -> None:
-        """No layer has a sliding window: nothing falls out of one."""
+        """Give back the window slots that fell out of the requests' windows.
+
+        Of a decode each ``sliding_window_size`` steps. Of a prefill only without a tree, since the
+        tree has what the chunks before left; with overlap, the last one may still be running, and
+        needs the window behind where it began.
+        """
+        tree = self.tree_cache
+        if not supports_swa(tree):
+            return
+        if self.forward_mode.is_decode():
+            for req, length in zip(self.reqs, self.seq_lens_cpu.tolist(), strict=True):
+                if req.decode_batch_idx % tree.sliding_window_size == 1 % tree.sliding_window_size:
+                    evict_window(tree, req, length - 1)
+            return
+        for req in self.reqs:
+            began, req.extend_start = req.extend_start, len(req.prefix_indices)
+            if tree.disable and req.req_pool_idx is not None:
+                still_read = began if self.enable_overlap else req.extend_start
+                evict_window(tree, req, still_read or 0)
 
     # ---- join and leave ------------------------------------------------------------------------
 

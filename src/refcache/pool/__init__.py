@@ -14,7 +14,7 @@ from refcache.pool.nsa import NSATokenToKVPool
 from refcache.pool.pinned import HostTensorAllocator, LoadedCudart, alloc_with_host_register
 from refcache.pool.planes import Plane, PlaneSpec
 from refcache.pool.req_to_token import ReqToTokenPool
-from refcache.pool.routed import HybridLinearKVPool, SWAKVPool
+from refcache.pool.routed import HybridLinearKVPool, LayerRoutedKVPool, SWAKVPool
 
 __all__ = [
     "BaseLinearStateParams",
@@ -23,6 +23,7 @@ __all__ = [
     "HybridLinearKVPool",
     "HybridReqToTokenPool",
     "KVCache",
+    "LayerRoutedKVPool",
     "LoadedCudart",
     "MHATokenToKVPool",
     "MHATokenToKVPoolHost",

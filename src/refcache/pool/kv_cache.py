@@ -188,6 +188,10 @@ class KVCache:
         """All planes, in GB of 2**30 bytes."""
         return sum(plane.buffer.nbytes for plane in self.planes) / 2**30
 
+    def pool_of(self, layer_id: int) -> "tuple[KVCache, int]":
+        """Which pool has a layer of the model, and as which of its layers: this one, the same."""
+        return self, layer_id
+
     def region(self, plane: int, layer_id: int, slots: torch.Tensor | range | int) -> Region:
         """The cells of one (plane, model layer), to name in a launch."""
         return Region(self, plane, self._local(layer_id), slots)

@@ -96,6 +96,30 @@ class LayerRoutedKVPool:
             self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
         return route
 
+    def pool_of(self, layer_id: int) -> Route:
+        """Which inner pool has a layer of the model, and as which of its layers."""
+        return self._route(layer_id)
+
+    def check_resident(self) -> None:
+        """Raise MemoryReleased while the memory is given back."""
+        for pool in self.inner_pools:
+            pool.check_resident()
+
+    def release(self) -> None:
+        """See :meth:`KVCache.release`; all inner pools."""
+        for pool in self.inner_pools:
+            pool.release()
+
+    def resume(self) -> None:
+        """See :meth:`KVCache.resume`; all inner pools."""
+        for pool in self.inner_pools:
+            pool.resume()
+
+    @property
+    def enable_memory_saver(self) -> bool:
+        """The inner pools can be released."""
+        return all(pool.enable_memory_saver for pool in self.inner_pools)
+
     def region(self, plane: int, layer_id: int, slots: torch.Tensor | range | int) -> Region:
         """The cells of one (plane, layer of the model) of an inner pool; ``slots`` are its own."""
         pool, layer = self._route(layer_id)

@@ -1,5 +1,6 @@
 """The prefix trees: which KV is cached where, what is locked, what goes first."""
 
+from refcache.tree.chunk_cache import ChunkCache, SWAChunkCache
 from refcache.tree.hiradix_cache import HiRadixCache
 from refcache.tree.mamba_radix_cache import MambaRadixCache
 from refcache.tree.node import TreeNode
@@ -17,6 +18,7 @@ from refcache.tree.strategies import (
 from refcache.tree.swa_radix_cache import SWARadixCache
 
 __all__ = [
+    "ChunkCache",
     "EvictionStrategy",
     "FIFOStrategy",
     "FILOStrategy",
@@ -28,6 +30,7 @@ __all__ = [
     "PriorityStrategy",
     "RadixCache",
     "SLRUStrategy",
+    "SWAChunkCache",
     "SWARadixCache",
     "TreeNode",
 ]

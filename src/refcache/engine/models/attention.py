@@ -31,6 +31,8 @@ class ForwardMetadata:
         pages: integer ``[n]`` each; ``cells[i]`` says whose ``pages[i]`` are.
         newest: the slots of the batch's new tokens; ``last``: int64 ``[batch]``, the last of each
             request's.
+        swa_pages: the same slots as slots of the window's pool (0: none any more), of a pool with
+            layers that have a window.
         rows_read: behind the reading of request rows; None when none are read.
     """
 
@@ -39,10 +41,18 @@ class ForwardMetadata:
     newest: torch.Tensor
     last: torch.Tensor
     pages: list[torch.Tensor] = field(default_factory=list)
+    swa_pages: list[torch.Tensor] = field(default_factory=list)
     rows_read: Event | None = None
 
     def slots(self) -> torch.Tensor:
         return torch.cat([self.newest, *self.pages])
+
+    def swa_slots(self) -> torch.Tensor:
+        return torch.cat(self.swa_pages)
+
+    def pages_of(self, layer: "RadixAttention") -> list[torch.Tensor]:
+        """The slots in the pool that has this layer."""
+        return self.pages if layer.window is None else self.swa_pages
 
 
 class AttentionBackend:
@@ -69,11 +79,14 @@ class AttentionBackend:
         self.forward_metadata = metadata
         if not metadata.cells:
             return
+        to_swa = getattr(self.token_to_kv_pool, "full_to_swa_index_mapping", None)
 
         def run() -> None:
             for rows, columns in metadata.cells:
                 slots = table[rows, columns]
                 metadata.pages.append(slots if isinstance(rows, torch.Tensor) else slots.clone())
+            if to_swa is not None:
+                metadata.swa_pages.extend(to_swa[slots] for slots in metadata.pages)
 
         self.runtime.launch(
             "page_table",
@@ -130,24 +143,29 @@ class AttentionBackend:
         self, q: torch.Tensor, layer: "RadixAttention", batch: ModelWorkerBatch, new: list[int]
     ) -> torch.Tensor:
         pool, metadata = self.token_to_kv_pool, self._metadata_of(batch)
-        buffers = (*pool.get_kv_buffer(layer.layer_id), *pool.extra_buffers(layer.layer_id))
+        kv = pool.get_kv_buffer(layer.layer_id)
+        inner, layer_id = pool.pool_of(layer.layer_id)
+        buffers = (*kv, *inner.extra_buffers(layer_id))
         out = layer.empty_output(batch)
         self.runtime.launch(
             "attention",
             lambda: layer.attend(q, buffers, metadata, batch, new, out),
             reads=[
                 Region(metadata, 0, 0, 0),
-                *pool.regions_of(layer.layer_id, metadata.slots),
+                *inner.regions_of(
+                    layer_id, metadata.slots if layer.window is None else metadata.swa_slots
+                ),
             ],
         )
         return out
 
 
 class RadixAttention(ABC):
-    """One attention layer of a model."""
+    """One attention layer of a model. ``window``: how many tokens it sees; None: all."""
 
-    def __init__(self, layer_id: int) -> None:
+    def __init__(self, layer_id: int, window: int | None = None) -> None:
         self.layer_id = layer_id
+        self.window = window
 
     def forward(
         self,

@@ -4,7 +4,9 @@ Where :class:`~refcache.engine.models.model.TagModel` says which row is wrong, t
 whether that
 matters: with any cache the logits must be *bitwise* those of :meth:`Transformer.recompute`, which
 knows tokens only. It is a real model (RMS norm, rotary positions, grouped-query or multi-head
-latent attention over the page table, a feed-forward part, greedy sampling) with random weights, in
+latent attention over the page table, in some layers over a sliding window only, or a recurrent
+layer instead, :mod:`refcache.engine.models.linear_attention`; a feed-forward part, greedy sampling)
+with random weights, in
 the float64 arithmetic of :mod:`refcache.engine.models.transformer_math`, which no batch can change.
 
 A namespace (``extra_key``) moves the embeddings, as a LoRA adapter would: requests of two
@@ -16,14 +18,22 @@ Left out: trained weights, quantised KV, tensor parallel ranks.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.attention import AttentionBackend, ForwardMetadata, RadixAttention
 from refcache.engine.models.content import read_every_row
-from refcache.engine.models.transformer_math import attend, linear, rms_norm, rope, rope_table
+from refcache.engine.models.linear_attention import LinearBlock
+from refcache.engine.models.transformer_math import (
+    attend,
+    feed_forward,
+    linear,
+    rms_norm,
+    rope,
+    rope_table,
+)
 from refcache.engine.schedule_batch import ModelWorkerBatch
 from refcache.errors import InvalidArgument
 from refcache.pool import KVCache
@@ -49,8 +59,10 @@ class Block(RadixAttention):
     out_shape: tuple[int, int]
     scale: float
 
-    def __init__(self, layer_id: int, draw: Draw, hidden: int, values: int) -> None:
-        super().__init__(layer_id)
+    def __init__(
+        self, layer_id: int, draw: Draw, hidden: int, values: int, window: int | None = None
+    ) -> None:
+        super().__init__(layer_id, window)
         self.w_out = draw(hidden, values)
         self.w_up = draw(2 * hidden, hidden)
         self.w_down = draw(hidden, 2 * hidden)
@@ -65,8 +77,41 @@ class Block(RadixAttention):
 
     def finish(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The layer's result, ``[n, hidden]``, from its input and its attention's output."""
-        hidden = hidden + linear(self.values(out), self.w_out)
-        return hidden + linear(linear(rms_norm(hidden), self.w_up).clamp(min=0), self.w_down)
+        return feed_forward(hidden, self.values(out), self.w_out, self.w_up, self.w_down)
+
+    def whole(
+        self, hidden: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's result for a whole sequence, from nothing but its input."""
+        q, k, v = self.project(hidden, table, positions)
+        rows = range(len(hidden))
+        starts = [0 if self.window is None else max(0, i + 1 - self.window) for i in rows]
+        out = [
+            attend(q[i], k[first : i + 1], v[first : i + 1], self.scale)
+            for i, first in zip(rows, starts, strict=True)
+        ]
+        return self.finish(hidden, torch.stack(out))
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ModelWorkerBatch,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        """Launch the layer; its result, filled by a launch."""
+        q, k, v = (torch.empty((len(hidden), *one), dtype=torch.float64) for one in self.shapes)
+
+        def project() -> None:
+            for rows, result in zip((q, k, v), self.project(hidden, table, positions), strict=True):
+                rows.copy_(result)
+
+        backend.runtime.launch("qkv", project)
+        out = self.forward(q, k, v, batch, backend)
+        result = torch.empty_like(hidden)
+        backend.runtime.launch("finish", lambda: result.copy_(self.finish(hidden, out)))
+        return result
 
     def empty_output(self, batch: ModelWorkerBatch) -> torch.Tensor:
         return torch.empty((len(batch.input_ids), *self.out_shape), dtype=torch.float64)
@@ -80,13 +125,14 @@ class Block(RadixAttention):
         new: list[int],
         out: torch.Tensor,
     ) -> None:
-        """Every new token, over the rows of its request up to itself."""
+        """Every new token, over the rows of its request up to itself, or the last of them."""
         keys, values = buffers[:2]
         row = 0
-        for slots, count in zip(metadata.pages, new, strict=True):
+        for slots, count in zip(metadata.pages_of(self), new, strict=True):
             k, v = keys[slots], values[slots]
             for end in range(len(slots) - count + 1, len(slots) + 1):
-                out[row] = attend(q[row], k[:end], v[:end], self.scale)
+                first = 0 if self.window is None else max(0, end - self.window)
+                out[row] = attend(q[row], k[first:end], v[first:end], self.scale)
                 row += 1
 
 
@@ -97,7 +143,8 @@ class GroupedQueryBlock(Block):
         dim, kv_heads = config.head_dim, config.num_key_value_heads
         v_dim = dim if config.v_head_dim is None else config.v_head_dim
         hidden = heads * dim
-        super().__init__(layer_id, draw, hidden, heads * v_dim)
+        window = config.sliding_window_size if layer_id in config.swa_attention_layer_ids else None
+        super().__init__(layer_id, draw, hidden, heads * v_dim, window)
         self.shapes = (heads, dim), (kv_heads, dim), (kv_heads, v_dim)
         self.out_shape = heads, v_dim
         self.scale = 1 / math.sqrt(dim)
@@ -154,6 +201,7 @@ class Transformer:
     Args:
         config: ``hidden`` is ``num_attention_heads * head_dim``.
         pool: a float64 pool of that shape.
+        states: of a model with recurrent layers the pool of request rows, which has their states.
         positions: tokens of a request at most.
         num_attention_heads: a multiple of the config's KV heads (any number with MLA).
         seed: of the weights.
@@ -175,6 +223,7 @@ class Transformer:
         num_attention_heads: int,
         seed: int = 0,
         on_logits: OnLogits | None = None,
+        states: Any = None,
     ) -> None:
         rotary = config.qk_rope_head_dim if config.is_mla else config.head_dim
         kv_heads = 1 if config.is_mla else config.num_key_value_heads
@@ -199,9 +248,11 @@ class Transformer:
             return weights / math.sqrt(shape[-1])
 
         block = LatentBlock if config.is_mla else GroupedQueryBlock
-        self.blocks = [
-            block(layer, draw, config, num_attention_heads)
-            for layer in range(pool.start_layer, pool.end_layer)
+        self.blocks: list[Any] = [
+            LinearBlock(layer, draw, config, num_attention_heads, states)
+            if layer in config.mamba_layer_ids
+            else block(layer, draw, config, num_attention_heads)
+            for layer in range(pool.start_layer, pool.start_layer + config.num_hidden_layers)
         ]
         self.embedding = draw(config.vocab_size, self.hidden)
         self.w_logits = draw(config.vocab_size, self.hidden)
@@ -225,9 +276,7 @@ class Transformer:
         positions = torch.arange(len(ids))
         hidden = self.embedding[ids] + self.adapter(extra_key)
         for block in self.blocks:
-            q, k, v = block.project(hidden, self.table, positions)
-            out = [attend(q[i], k[: i + 1], v[: i + 1], block.scale) for i in range(len(ids))]
-            hidden = block.finish(hidden, torch.stack(out))
+            hidden = block.whole(hidden, self.table, positions)
         return self.logits(hidden)
 
     # ---- launches ------------------------------------------------------------------------------
@@ -240,7 +289,7 @@ class Transformer:
         counts = torch.tensor(new)
         hidden = self._embed(counts, batch)
         for block in self.blocks:
-            hidden = self._layer(block, hidden, positions, batch, backend)
+            hidden = block.run(hidden, self.table, positions, batch, backend)
         return self._sample(hidden, counts.cumsum(0) - 1, batch)
 
     def _embed(self, counts: torch.Tensor, batch: ModelWorkerBatch) -> torch.Tensor:
@@ -253,30 +302,6 @@ class Transformer:
             reads=[Region(batch.input_ids, 0, 0, range(len(hidden)))],
         )
         return hidden
-
-    def _layer(
-        self,
-        block: Block,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        batch: ModelWorkerBatch,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
-        q, k, v = (
-            torch.empty((len(hidden), *shape), dtype=torch.float64) for shape in block.shapes
-        )
-
-        def project() -> None:
-            for rows, result in zip(
-                (q, k, v), block.project(hidden, self.table, positions), strict=True
-            ):
-                rows.copy_(result)
-
-        self.runtime.launch("qkv", project)
-        out = block.forward(q, k, v, batch, backend)
-        result = torch.empty_like(hidden)
-        self.runtime.launch("finish", lambda: result.copy_(block.finish(hidden, out)))
-        return result
 
     def _sample(
         self, hidden: torch.Tensor, last: torch.Tensor, batch: ModelWorkerBatch
@@ -311,4 +336,5 @@ def make_transformer(
         num_attention_heads,
         seed,
         on_logits,
+        runner.req_to_token_pool,
     )

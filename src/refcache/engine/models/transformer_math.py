@@ -18,6 +18,7 @@ import math
 import torch
 
 EPS = 1e-6
+DECAY = 0.75  # of a recurrent state, a token
 
 
 def left_sum(x: torch.Tensor) -> torch.Tensor:
@@ -72,3 +73,38 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     weights = (scores - scores.amax(-1, keepdim=True)).apply_(math.exp)
     weights = weights / left_sum(weights)[..., None]
     return left_sum(weights[:, :, None] * v).flatten(0, 1)
+
+
+def feed_forward(
+    hidden: torch.Tensor,
+    values: torch.Tensor,
+    w_out: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> torch.Tensor:
+    """A layer's result ``[n, hidden]``: what its heads gave is added, then a small network's."""
+    hidden = hidden + linear(values, w_out)
+    return hidden + linear(linear(rms_norm(hidden), w_up).clamp(min=0), w_down)
+
+
+def recur(
+    u: torch.Tensor, taps: torch.Tensor, heads: int, conv: torch.Tensor, temporal: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token of linear attention: a short convolution, then an outer product into the state.
+
+    Args:
+        u: ``[channels]``, what the token brings: q, k and v of all heads, side by side.
+        taps: ``[1 + window, channels]``, the convolution, the token's own first.
+        conv: ``[channels, window]``, what the tokens before brought, the last one first.
+        temporal: ``[heads, K, V]``, the recurrence.
+
+    Returns:
+        The heads' output ``[heads, V]``, and ``conv`` and ``temporal`` after this token.
+    """
+    seen = torch.cat([u[:, None], conv], dim=1)
+    mixed = left_sum(seen * taps.T).reshape(heads, -1)
+    dim = temporal.shape[1]
+    q, k, v = mixed[:, :dim], mixed[:, dim : 2 * dim], mixed[:, 2 * dim :]
+    written = k[:, :, None] * v[:, None, :]
+    temporal = temporal * DECAY + written
+    return left_sum(q[:, None, :] * temporal.transpose(1, 2)), seen[:, :-1], temporal

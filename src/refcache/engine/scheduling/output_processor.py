@@ -3,6 +3,7 @@
 from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
+from refcache.engine.hybrid import tracked_decode
 from refcache.engine.req import Req
 from refcache.engine.schedule_batch import ScheduleBatch
 from refcache.engine.scheduling.observer import SchedulerObserver
@@ -62,6 +63,8 @@ class SchedulerOutputProcessor:
             if req.finished_reason is not None or req.is_retracted:
                 continue
             req.output_ids.append(token)
+            if req.mamba_ping_pong_track_buffer is not None:
+                tracked_decode(self.tree_cache, req, batch.mamba_track_interval)
             # most requests go on: ask those that may not
             last = len(req.output_ids) >= req.sampling_params.max_new_tokens
             if (last or req.to_finish or req.stop_token_ids) and req.check_finished():

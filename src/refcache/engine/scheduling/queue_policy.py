@@ -117,7 +117,7 @@ class SchedulePolicy:
         self.waiting_queue_radix_tree.reset()
         cached: dict[Req, float] = {}
         for req in waiting_queue:
-            req.init_next_round_input(self.tree_cache)
+            req.init_next_round_input(self.tree_cache, cow_mamba=False)
             cached[req] = len(req.prefix_indices) + req.host_hit_length
             if cached[req] <= IN_BATCH_PREFIX:
                 key = RadixKey(req.fill_ids, req.extra_key)
@@ -132,7 +132,7 @@ class SchedulePolicy:
         at: dict[Any, list[Req]] = defaultdict(list)
         weight: Counter[Any] = Counter()  # of a node: the requests at it and below
         for req in waiting_queue:
-            req.init_next_round_input(self.tree_cache)
+            req.init_next_round_input(self.tree_cache, cow_mamba=False)
             at[req.last_node].append(req)
             node = req.last_node
             while node is not None:

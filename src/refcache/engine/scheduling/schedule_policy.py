@@ -13,7 +13,8 @@ Budgets, in tokens:
 * ``rem_chunk_tokens``: of this batch; a longer prompt is cut there (``None``: never cut).
 
 Models ``sglang.srt.managers.schedule_policy``; left out: grammars, LoRA limits, diffusion models,
-delayed prefills, the sliding-window and hybrid budgets.
+delayed prefills. Of a hybrid model, tokens are those of the shorter pool, and a request is added
+only if it can have its states (:mod:`refcache.engine.hybrid`).
 """
 
 from collections.abc import Iterator
@@ -24,12 +25,13 @@ from typing import Any
 
 import torch
 
+from refcache.engine.hybrid import states_missing, tokens_within_reach
 from refcache.engine.req import Req
 from refcache.engine.scheduling.queue_policy import CacheAgnosticPolicy as CacheAgnosticPolicy
 from refcache.engine.scheduling.queue_policy import CacheAwarePolicy as CacheAwarePolicy
 from refcache.engine.scheduling.queue_policy import SchedulePolicy as SchedulePolicy
 from refcache.errors import InvalidArgument, refuse_unmodelled
-from refcache.types import InitLoadBackParams, ServerArgs
+from refcache.types import DecLockRefParams, InitLoadBackParams, ServerArgs
 
 CLIP_MAX_NEW_TOKENS = 4096  # outputs of one request that a budget reserves at most
 NOT_OF_THE_ADDER = {"prefill_delayer_single_pass": None, "dllm_config": None}
@@ -115,9 +117,7 @@ class PrefillAdder:
 
     @property
     def _available_and_evictable(self) -> int:
-        free: int = self.token_to_kv_pool_allocator.available_size()
-        evictable: int = self.tree_cache.evictable_size()
-        return free + evictable
+        return tokens_within_reach(self.tree_cache)
 
     @property
     def rem_total_tokens(self) -> float:
@@ -166,11 +166,18 @@ class PrefillAdder:
     @contextmanager
     def _lock_node(self, last_node: Any) -> Iterator[None]:
         """Keep a matched prefix from being evicted while its request is being decided on."""
-        self.tree_cache.inc_lock_ref(last_node)
+        uuid = self._lock(last_node)
         try:
             yield
         finally:
-            self.tree_cache.dec_lock_ref(last_node)
+            given = () if uuid is None else (DecLockRefParams(uuid),)
+            self.tree_cache.dec_lock_ref(last_node, *given)
+
+    def _lock(self, node: Any) -> int | None:
+        """Lock a node; what an unlock has to say of a window."""
+        held = self.tree_cache.inc_lock_ref(node)
+        uuid: int | None = getattr(held, "swa_uuid_for_lock", None)
+        return uuid
 
     def add_one_req(
         self, req: Req, has_chunked_req: bool = False, truncation_align_size: int | None = None
@@ -204,6 +211,8 @@ class PrefillAdder:
         with self._lock_node(req.last_node):
             if total_tokens >= self.rem_total_tokens:  # what was just locked is not evictable now
                 return AddReqResult.NO_TOKEN
+            if states_missing(self.tree_cache, [*self.can_run_list, req]):
+                return AddReqResult.NO_TOKEN
             if req.host_hit_length > 0:
                 self._load_back(req)
             input_tokens = self.ceil_paged_tokens(req.extend_input_len)
@@ -234,7 +243,7 @@ class PrefillAdder:
         req.set_extend_input_len(len(req.fill_ids) - len(req.prefix_indices))
 
     def _admit(self, req: Req, extend_input_len: int, max_new_tokens: int) -> None:
-        self.tree_cache.inc_lock_ref(req.last_node)
+        req.swa_uuid_for_lock = self._lock(req.last_node)
         if req.cached_tokens is None:
             req.cached_tokens = len(req.prefix_indices)
         self._add(req, len(req.prefix_indices), extend_input_len, max_new_tokens)
@@ -280,15 +289,20 @@ class PrefillAdder:
         victims: list[Req] = []
         missing = req.extend_input_len - self.rem_total_tokens
         missing += min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        states = states_missing(self.tree_cache, [*self.can_run_list, req])
         order = [r for r in running if r not in self.preempt_list]
         order.sort(key=lambda r: (rank(r), r.time_stats.wait_queue_entry_time), reverse=True)
         for victim in order:
             above = rank(victim) - rank(req) > self.priority_scheduling_preemption_threshold
-            if not above or (victims and missing <= 0):
+            if not above or (victims and missing <= 0 and states <= 0):
                 break
             victims.append(victim)
+            states -= sum(
+                0 if held is None else held.numel()
+                for held in (victim.mamba_pool_idx, victim.mamba_ping_pong_track_buffer)
+            )
             missing -= self._expected_outputs(victim)
-        if not victims or missing > 0:
+        if not victims or missing > 0 or states > 0:
             return False
         keep = [i for i, r in enumerate(self.running_batch.reqs) if r not in victims]
         remaining = len(self.running_batch.reqs)

@@ -27,6 +27,7 @@ from typing import Any
 
 from refcache.engine.alloc import release_kv_cache
 from refcache.engine.future_map import FutureMap
+from refcache.engine.hybrid import give_back_state, supports_mamba
 from refcache.engine.io_struct import AbortReq, TokenizedGenerateReqInput
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import (
@@ -44,10 +45,10 @@ from refcache.engine.scheduling.observer import SchedulerObserver
 from refcache.engine.scheduling.output_processor import SchedulerOutputProcessor
 from refcache.engine.scheduling.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from refcache.engine.tp_worker import GenerationBatchResult, TpModelWorker
-from refcache.errors import CopyFailed, InvalidArgument, NotIdle
-from refcache.pool import KVCache
+from refcache.errors import CopyFailed, InvalidArgument, NotIdle, OutOfSlots
+from refcache.pool import KVCache, LayerRoutedKVPool
 from refcache.runtime import Runtime
-from refcache.tree import HiRadixCache, RadixCache
+from refcache.tree import HiRadixCache, MambaRadixCache, RadixCache, SWAChunkCache, SWARadixCache
 from refcache.types import CacheInitParams, ServerArgs, SpeculativeAlgorithm
 
 MakeTree = Callable[[CacheInitParams, ServerArgs], Any]
@@ -55,8 +56,15 @@ MakeTree = Callable[[CacheInitParams, ServerArgs], Any]
 
 def make_tree(params: CacheInitParams, server_args: ServerArgs) -> Any:
     """refcache's tree for these arguments."""
+    hybrid = params.sliding_window_size or getattr(params.req_to_token_pool, "mamba_pool", None)
     if server_args.enable_hierarchical_cache:
+        if hybrid:
+            raise InvalidArgument("enable_hierarchical_cache of a hybrid model: expected one tier")
         return HiRadixCache(params, server_args)
+    if params.sliding_window_size:
+        return SWAChunkCache(params) if params.disable else SWARadixCache(params)
+    if hybrid:
+        return MambaRadixCache(params)
     return RadixCache(params)
 
 
@@ -116,7 +124,11 @@ class Scheduler:
         self.spec_algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
         self.page_size = server_args.page_size
         self.observer = observer or SchedulerObserver()
-        self.enable_overlap = not server_args.disable_overlap_schedule
+        running_state = (
+            self.model_config.is_hybrid_ssm and not server_args.enable_mamba_extra_buffer
+        )
+        # a running state is cached after its forward, and before the next one
+        self.enable_overlap = not (server_args.disable_overlap_schedule or running_state)
         self.enable_hierarchical_cache = server_args.enable_hierarchical_cache
         self.enable_priority_preemption = (
             server_args.enable_priority_scheduling and not server_args.disable_priority_preemption
@@ -135,7 +147,11 @@ class Scheduler:
         self.tp_worker = TpModelWorker(self.model_runner)
         self.max_running_requests = self.model_runner.max_running_requests
         self.max_total_num_tokens = self.model_runner.max_total_num_tokens
-        self.max_req_len = min(server_args.context_length, self.max_total_num_tokens) - 1
+        room = self.max_total_num_tokens
+        if self.model_config.is_hybrid_swa:
+            spare = self.page_size if self.page_size > 1 else 0
+            room = min(room, self.model_runner.swa_max_total_num_tokens) - spare
+        self.max_req_len = min(server_args.context_length, room) - 1
         group = attn_tp_cpu_group if server_args.enable_dp_attention else tp_cpu_group
         self.init_cache_with_memory_pool(make_tree, group)
         self.init_running_status()
@@ -159,6 +175,11 @@ class Scheduler:
             enable_metrics=self.server_args.enable_metrics,
             enable_kv_cache_events=self.server_args.enable_kv_cache_events,
             chunked_prefill_size=self.server_args.chunked_prefill_size,
+            enable_mamba_extra_buffer=self.server_args.enable_mamba_extra_buffer,
+            mamba_cache_chunk_size=self.server_args.mamba_cache_chunk_size,
+            sliding_window_size=(
+                self.model_config.sliding_window_size if self.model_config.is_hybrid_swa else None
+            ),
             runtime=self.runtime,
         )
         self.tree_cache = make_tree(params, self.server_args)
@@ -425,11 +446,12 @@ class Scheduler:
         """Take the memory again, empty; raises as :meth:`refcache.pool.KVCache.resume`."""
         self._pool_with_memory_saver().resume()
 
-    def _pool_with_memory_saver(self) -> KVCache:
-        pool = self.model_runner.token_to_kv_pool
+    def _pool_with_memory_saver(self) -> KVCache | LayerRoutedKVPool:
+        pool: Any = self.model_runner.token_to_kv_pool
         if pool is None or not pool.enable_memory_saver:
             raise InvalidArgument("memory occupation: expected enable_memory_saver, and KV kept")
-        return pool
+        kept: KVCache | LayerRoutedKVPool = pool
+        return kept
 
     # ---- running it ----------------------------------------------------------------------------
 
@@ -454,6 +476,8 @@ class Scheduler:
         batch.output_ids = -future_indices.indices
         if self.model_runner.rows_read is not None:  # rows are written again after that
             self.schedule_stream.wait_event(self.model_runner.rows_read)
+        if supports_mamba(self.tree_cache):  # states are copied and cleared there
+            self.schedule_stream.wait_stream(self.forward_stream)
         return result
 
     def launch_batch_sample_if_needed(self, batch_result: GenerationBatchResult) -> None:
@@ -604,8 +628,7 @@ class Scheduler:
                 break
             if self.enable_hicache_storage and not self._prefetched(req):
                 continue
-            req.init_next_round_input(self.tree_cache)
-            result = adder.add_one_req(req, has_chunked_req=self.chunked_req is not None)
+            result = self._try_req(adder, req)
             if result is not AddReqResult.CONTINUE:
                 if result is AddReqResult.NO_TOKEN:
                     # with nothing running, nothing would ever make it less full
@@ -622,8 +645,19 @@ class Scheduler:
         req.storage_hit_length += self.tree_cache.pop_prefetch_loaded_tokens(req.rid)
         return True
 
+    def _try_req(self, adder: PrefillAdder, req: Req) -> AddReqResult:
+        """Look a request up and try to add it; without room for it, it holds nothing."""
+        try:
+            req.init_next_round_input(self.tree_cache)
+            result = adder.add_one_req(req, has_chunked_req=self.chunked_req is not None)
+        except OutOfSlots:  # no state for a copy of the one that was found
+            result = AddReqResult.NO_TOKEN
+        if req not in adder.can_run_list:
+            give_back_state(self.tree_cache, req)
+        return result
+
     def _new_batch(self, reqs: list[Req], chunked_req: Req | None = None) -> ScheduleBatch:
-        return ScheduleBatch.init_new(
+        batch = ScheduleBatch.init_new(
             reqs,
             self.req_to_token_pool,
             self.token_to_kv_pool_allocator,
@@ -634,6 +668,8 @@ class Scheduler:
             chunked_req=chunked_req,
             runtime=self.runtime,
         )
+        batch.mamba_track_interval = self.server_args.mamba_track_interval
+        return batch
 
     def _retract_chunked_req(self, req: Req) -> None:
         """Its next chunk has no room: its whole pages stay cached, and it queues again, first."""
