@@ -34,6 +34,7 @@ GROUPS = {
     "Load-back": ("Q1", "Q2", "B1"),
     "Writes to the host": ("W1",),
     "Offloading managers": ("OF1", "OF2", "OF3", "OF4", "OF5", "OF6", "OF7", "OF8"),
+    "Storage backends": tuple(f"SB{number}" for number in range(1, 11)),
     "Whole operations": (
         "Z1",
         "Z2",

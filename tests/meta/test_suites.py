@@ -132,7 +132,7 @@ def test_cases_are_fresh_draws() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nonsense", r"one of refcache, naive, sglang\[:VERSION\], pkg.module:factory or pkg"),
+        ("nonsense", r"one of refcache, naive, sglang\[:VERSION\], storage:BACKEND, pkg"),
         ("no.such.module:factory", "does not import"),
         ("refcache.oracle:NoSuchTarget", "has no factory"),
         ("refcache.oracle:SENTENCES", "has no factory"),

@@ -10,6 +10,9 @@ from refcache.lazy import lazy_names
 
 if TYPE_CHECKING:
     from refcache.oracle.drivers.allocator import AllocatorDriver
+    from refcache.oracle.drivers.backend.crash import CrashDriver
+    from refcache.oracle.drivers.backend.damage import DamageDriver
+    from refcache.oracle.drivers.backend.driver import BackendDriver
     from refcache.oracle.drivers.hicache.driver import HiCacheDriver
     from refcache.oracle.drivers.loop import LoopDriver
     from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from refcache.oracle.target.offload.contract import OffloadManager, OffloadTraits
     from refcache.oracle.target.paged import PagedAdapter
     from refcache.oracle.target.resolve import resolve
+    from refcache.oracle.target.storage.contract import StorageConfig, StorageTraits
     from refcache.oracle.view.state import RequestView, State
     from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
     from refcache.reference.alloc_cases import AllocCase
@@ -40,7 +44,10 @@ __all__ = [
     "AllocCase",
     "AllocatorDriver",
     "AllocatorMisuseDriver",
+    "BackendDriver",
     "CacheConfig",
+    "CrashDriver",
+    "DamageDriver",
     "Driver",
     "HiCacheConfig",
     "HiCacheDriver",
@@ -58,6 +65,8 @@ __all__ = [
     "RanksDriver",
     "RequestView",
     "State",
+    "StorageConfig",
+    "StorageTraits",
     "StreamsDriver",
     "Target",
     "TransferCase",

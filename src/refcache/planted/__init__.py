@@ -23,6 +23,7 @@ from refcache.planted import (
     streams,
 )
 from refcache.planted.bug import PlantedBug, Use, active_bugs
+from refcache.planted.storage import files
 
 __all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "taken_back"]
 
@@ -39,6 +40,7 @@ PARTS = (
     faults,
     offload,
     kernels,
+    files,
 )
 _PLANTED = ExitStack()
 atexit.register(_PLANTED.close)  # while modules can still be imported

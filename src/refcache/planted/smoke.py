@@ -3,6 +3,7 @@
 A planted bug must pass it: a bug that any single use shows proves nothing about the suites.
 """
 
+import tempfile
 from array import array
 
 import torch
@@ -58,6 +59,8 @@ def smoke(target: Target) -> None:
         hicache_smoke(target)
     if "offload" in target.capabilities:
         offload_smoke(target)
+    if "storage" in target.capabilities:
+        storage_smoke(target)
 
 
 def hicache_smoke(target: Target) -> None:
@@ -112,3 +115,27 @@ def offload_smoke(target: Target) -> None:
     assert list(manager.prepare_load(keys)) == [slots[key] for key in keys]  # 5
     manager.complete_load(keys)  # 6
     manager.touch(keys)  # 7
+
+
+def storage_smoke(target: Target) -> None:
+    """Two pages stored, read and cleared, in a directory of their own.
+
+    Raises:
+        AssertionError: an answer is not the expected one.
+    """
+    with tempfile.TemporaryDirectory() as path:
+        store = target.storage({"model_name": "org/m"}, path)
+        keys = ["34fb", "c57b"]
+        pages = [torch.full((16,), n, dtype=torch.uint8) for n in range(2)]
+        assert not store.exists(keys[0])  # 1
+        assert store.set(keys[0], pages[0])  # 2
+        assert store.batch_set(keys, pages)  # 3
+        assert store.batch_exists(keys) == 2  # 4
+        found = store.get(keys[1], torch.zeros(16, dtype=torch.uint8))  # 5
+        assert found.equal(pages[1])
+        targets = [torch.zeros(16, dtype=torch.uint8) for _ in keys]
+        assert all(map(torch.equal, store.batch_get(keys, targets), pages))  # 6
+        again = target.storage({"model_name": "org/m"}, path)
+        assert again.batch_exists(keys) == 2  # 7
+        again.clear()  # 8
+        assert again.batch_exists(keys) == 0  # 9

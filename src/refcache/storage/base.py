@@ -233,6 +233,8 @@ def page_bytes(value: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         seen = str(value.device) if isinstance(value, torch.Tensor) else type(value).__name__
         raise InvalidArgument(f"page: {seen}; expected a tensor on the CPU")
+    if value.dtype == torch.uint8 and value.dim() == 1 and value.is_contiguous():
+        return value
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

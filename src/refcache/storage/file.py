@@ -10,7 +10,7 @@ one page each write a file of their own, and the last rename wins, with the same
 file is locked while it is written, so a restart removes what a dead writer left and nothing else.
 
 SGLang 0.5.10's ``HiCacheFile`` writes in place, without a header and without a sync;
-``docs/storage.md`` compares.
+``docs/storage_backends.md`` compares.
 """
 
 import itertools

@@ -6,6 +6,7 @@ leaves a name without its bytes, and nothing that was called stored is lost.
 """
 
 from collections.abc import Set
+from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -26,6 +27,7 @@ class FileBatch:
         self.form = form
         self.writer = writer
         self.written: dict[str, tuple[str, int]] = {}
+        self._handles: list[int] = []
 
     def __enter__(self) -> "FileBatch":
         return self
@@ -36,7 +38,7 @@ class FileBatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for _, handle in self.written.values():
+        for handle in self._handles:
             self.disk.close(handle)
 
     def add(self, name: str, key: str, page: torch.Tensor) -> bool:
@@ -46,16 +48,14 @@ class FileBatch:
             handle = self.disk.create(temporary)
         except OSError:
             return False
-        try:
+        self._handles.append(handle)
+        with suppress(OSError):  # no space, or a medium that fails: nothing of it stays
             memory = memory_of(page)
             if self.disk.lock(handle):
                 self.disk.write(handle, [self.form.header(key, memory), memory])
                 self.written[name] = (temporary, handle)
                 return True
-        except OSError:
-            pass  # no space, or a medium that fails: nothing of it stays
         discard(self.disk, temporary)
-        self.disk.close(handle)
         return False
 
     def publish(self, found: Set[str]) -> frozenset[str]:

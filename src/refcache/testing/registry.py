@@ -3,6 +3,7 @@
 Kinds: *state* makes legal calls and checks every rule; *misuse* mixes in calls that break the
 contract, which must be refused and change nothing; *exact* holds every choice against SGLang
 0.5.10's, so that a changed policy is seen; *ranks* runs one program on ranks that differ in time;
+*backend*, *damage* and *crash* judge what keeps pages below the host, by its own methods;
 *explore* draws nothing: it tries all small programs, as far as its share goes.
 
 What the suites are called takes no tensor to know: a machine is imported when it is asked for.
@@ -89,6 +90,9 @@ SUITES: dict[str, Suite] = {
         Suite("hicache.ranks", "ranks:RanksMachine", share=0.3),
         Suite("hicache.faults", "faults:FaultsMachine", frozenset({"faults"}), 0.2),
         Suite("offload.state", "offload:OffloadMachine", share=0.18),
+        Suite("storage.backend", "backend:BackendMachine", share=0.4),
+        Suite("storage.damage", "backend:DamageMachine", share=0.3),
+        Suite("storage.crash", "backend:CrashMachine", share=0.1),
         Suite("ops.transfer", "ops:OpsMachine", share=0.1),
     )
 }

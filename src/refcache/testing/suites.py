@@ -133,6 +133,19 @@ class OffloadSuite(PartSuite):
         self.judge("offload.state")
 
 
+class StorageSuite(PartSuite):
+    """Suites of the part ``storage`` that judge a backend."""
+
+    def test_backend(self) -> None:
+        self.judge("storage.backend")
+
+    def test_damage(self) -> None:
+        self.judge("storage.damage")
+
+    def test_crash(self) -> None:
+        self.judge("storage.crash")
+
+
 class OpsSuite(PartSuite):
     """Suites of the part ``ops``."""
 

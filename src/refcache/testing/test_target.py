@@ -6,6 +6,7 @@ from refcache.testing.suites import (
     LoopSuite,
     OffloadSuite,
     OpsSuite,
+    StorageSuite,
     TreeSuite,
 )
 
@@ -28,6 +29,10 @@ class TestHiCache(HiCacheSuite):
 
 class TestOffload(OffloadSuite):
     """Part ``offload``."""
+
+
+class TestStorage(StorageSuite):
+    """Part ``storage``."""
 
 
 class TestOps(OpsSuite):

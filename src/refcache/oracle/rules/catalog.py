@@ -2,8 +2,8 @@
 
 Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
 request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
-slots, X copies in flight, Q and B load-back, W writes to the host, OF offloading managers, Z whole
-operations.
+slots, X copies in flight, Q and B load-back, W writes to the host, OF offloading managers, SB
+storage backends, Z whole operations.
 
 The sentence of a rule about a state stands on its check, in :mod:`refcache.oracle.rules.tree`,
 :mod:`refcache.oracle.rules.pages` and :mod:`refcache.oracle.rules.host`. Rules about one call are
@@ -40,6 +40,17 @@ _SENTENCES: dict[str, str] = {
     "OF6": "a block goes only when a store needs its room, and none that the store offers goes",
     "OF7": "replaying a manager's events gives the keys that are found",
     "OF8": "of the blocks that may go, the one that was used longest ago goes first",
+    "SB1": "what a storage backend gives for a key is what its engine stored under it, whole; "
+    "anything else is a miss",
+    "SB2": "an acknowledged page is found until it is cleared, and none that was not stored is",
+    "SB3": "a batch answers for each of its keys, as if they were asked one by one",
+    "SB4": "a read writes the pages that it found, where they belong, and nothing else",
+    "SB5": "clear removes every page of its engine, and no other engine's",
+    "SB6": "the usable prefix is the longest that every pool covers by its hit policy",
+    "SB7": "after a crash an acknowledged page is there, and a cleared one is not",
+    "SB8": "after a crash and a restart each file belongs to a page that is found, within bounds",
+    "SB9": "a file of somebody else in the directory of a store stays as it is",
+    "SB10": "engines that differ in rank, model or layout never get each other's pages",
     "OP1": "a copy leaves the reference's bytes everywhere: in the rows it names, in all others, "
     "and before and behind each buffer",
     "OP2": "an allocation op returns the reference's slots",

@@ -19,6 +19,8 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
   it the driver lets those loads finish first: a loop never has more batches in flight;
 * ``exact``: with the same calls it makes the choices of SGLang 0.5.10 (free page, victim);
 * ``offload``: :meth:`Target.offload` makes a manager of keyed blocks in a second tier;
+* ``storage``: :meth:`Target.storage` makes a storage backend; ``durable``: it keeps its pages in
+  files, and they outlive a crash;
 * ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was;
@@ -28,12 +30,13 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from refcache.keys import RadixKey
 from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.offload.contract import OffloadTraits
+from refcache.oracle.target.storage.contract import StorageTraits
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ CAPABILITIES = frozenset(
         "ops",
         "ranks",
         "refuses_misuse",
+        "storage",
+        "durable",
     }
 )
 
@@ -80,6 +85,7 @@ class Target:
     errors: type[Exception] | tuple[type[Exception], ...] = Exception
     """What a refusal of misuse may raise."""
     offload_traits = OffloadTraits()
+    storage_traits = StorageTraits()
 
     RadixKey: Any = RadixKey
     MatchPrefixParams: Any = MatchPrefixParams
@@ -149,6 +155,15 @@ class Target:
 
         See :mod:`refcache.oracle.target.offload.contract`; what is special about it is said in
         ``offload_traits``.
+        """
+        raise NotImplementedError
+
+    def storage(self, engine: Mapping[str, Any], path: str, max_bytes: int | None = None) -> Any:
+        """A storage backend of an engine over the directory ``path`` (capability ``storage``).
+
+        See :mod:`refcache.oracle.target.storage.contract`; what is special about it is said in
+        ``storage_traits``. ``engine``: fields of a ``HiCacheStorageConfig``, and the ``layout`` of
+        the pool that will be registered. ``max_bytes``: a bound for its files, if it keeps one.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Target ``refcache``: the reference on trial, like anybody else's cache."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from refcache.oracle.target.base import CAPABILITIES, Target
 from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
 from refcache.oracle.target.offload.contract import USES, OffloadTraits
 from refcache.oracle.target.ops import OPS, interpret_kernels
+from refcache.oracle.target.storage.contract import StorageTraits
 from refcache.oracle.view.host import HostView, inspect_hiradix
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.types import CacheInitParams, ServerArgs
@@ -29,6 +30,7 @@ class RefcacheTarget(Target):
     name = "refcache"
     capabilities = CAPABILITIES if find_spec("triton") else CAPABILITIES - {"ops"}
     errors = RefcacheError
+    storage_traits = StorageTraits(bounded=True)
     offload_traits = OffloadTraits(uses=USES, token_bytes=TOKEN_BYTES)
     inner_steps = ("refcache.tree.kv_events:page_hashes",)
 
@@ -111,6 +113,11 @@ class RefcacheTarget(Target):
 
         one_page = replace(config, size=config.page_size)
         return HostBlocks(config, lambda pool: self._allocator(one_page, pool, None))
+
+    def storage(self, engine: Mapping[str, Any], path: str, max_bytes: int | None = None) -> Any:
+        from refcache.oracle.target.backends import file_backend
+
+        return file_backend(engine, path, max_bytes)
 
     def ops(self) -> Any:
         """The kernels, on the card, or through Triton's interpreter where there is none."""

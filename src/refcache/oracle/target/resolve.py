@@ -15,6 +15,7 @@ FAMILIES = {
     "sglang": "refcache.peers:peer_target",
     "vllm": "refcache.peers.others.named:other_target",
     "lmcache": "refcache.peers.others.named:other_target",
+    "storage": "refcache.oracle.target.backends:storage_target",
 }
 """Names with a version or a part behind a colon, or with none: a function of the whole name."""
 OPS = "refcache.oracle.target.ops:ops_target"
@@ -22,7 +23,7 @@ OPS = "refcache.oracle.target.ops:ops_target"
 
 def resolve(spec: str) -> Target:
     """The target named ``spec``: ``"refcache"``, ``"naive"``, ``"sglang:VERSION"``,
-    ``"pkg.module:factory"``, or ``"pkg.module:function"`` for one op.
+    ``"storage:BACKEND"``, ``"pkg.module:factory"``, or ``"pkg.module:function"`` for one op.
 
     Raises:
         InvalidArgument: it does not import, the name is missing, or calling it gives no Target.
@@ -75,7 +76,7 @@ def _factory(spec: str) -> Callable[..., Any]:
     if not (module_name and colon and attribute):
         raise InvalidArgument(
             f"target {spec!r}: expected one of {', '.join(BUILT_IN)}, sglang[:VERSION], "
-            "pkg.module:factory or pkg.module:function"
+            "storage:BACKEND, pkg.module:factory or pkg.module:function"
         )
     try:
         module = importlib.import_module(module_name)

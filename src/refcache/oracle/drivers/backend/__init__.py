@@ -1,0 +1,1 @@
+"""Drives storage backends: their calls, damage of their files, crashes."""

@@ -1,0 +1,1 @@
+"""Storage backends on trial: the contract ``storage``."""

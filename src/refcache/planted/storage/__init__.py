@@ -1,0 +1,1 @@
+"""Bugs planted in what keeps pages below the host."""
