@@ -12,8 +12,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 
+HOMES = {"record": "refcache.trace.record", "canary": "refcache.trace.live.canary"}
+
+
 def __getattr__(name: str) -> Any:
-    """``refcache.record`` is :func:`refcache.trace.record.record`, imported at first use."""
-    if name == "record":
-        return importlib.import_module("refcache.trace.record").record
+    """``refcache.record`` and ``refcache.canary``, imported at first use."""
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

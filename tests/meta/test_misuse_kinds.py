@@ -150,7 +150,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("part", "outcome"), [("tensor", "ignored"), ("paged", "accepted")])
 def test_lmcache_s_allocators_differ(part: str, outcome: str) -> None:
     if not sources.present("lmcache"):
-        pytest.skip(f"lmcache is not unpacked in {sources.folder('lmcache')}: make peers")
+        pytest.skip(f"lmcache is not unpacked in {sources.folder('lmcache')}")
     one = outcomes(resolve(f"lmcache:{part}"))["free_free_page"]
     assert one.outcome == outcome
     if outcome == "accepted":

@@ -37,7 +37,7 @@ VERDICTS = {
 def present(target: str) -> str:
     engine = target.partition(":")[0]
     if not sources.present(engine):
-        pytest.skip(f"{engine} is not unpacked in {sources.folder(engine)}: make peers")
+        pytest.skip(f"{engine} is not unpacked in {sources.folder(engine)}")
     return target
 
 

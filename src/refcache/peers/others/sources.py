@@ -1,9 +1,9 @@
 """Where other engines' sources are, and how a module of them is imported without a GPU.
 
-An engine is a folder that holds its package: ``.peers/vllm-0.33.0`` (``make peers`` unpacks it), or
-the one that a variable names (``REFCACHE_PEER_VLLM``). What the modules on trial import and never
-call is replaced by inert stand-ins (:mod:`refcache.peers.standins`): ``STAND_INS`` is the whole
-list. None of them holds cache logic.
+An engine is a folder that holds its package, such as an unpacked source distribution:
+``.peers/vllm-0.33.0``, or the one that a variable names (``REFCACHE_PEER_VLLM``). What the modules
+on trial import and never call is replaced by inert stand-ins (:mod:`refcache.peers.standins`):
+``STAND_INS`` is the whole list. None of them holds cache logic.
 """
 
 import importlib
@@ -51,8 +51,8 @@ def module(engine: str, name: str) -> ModuleType:
     """
     if not present(engine):
         raise MissingExtra(
-            f"{engine} {RELEASES[engine]} is not in {folder(engine)}: run `make peers`, or name "
-            f"its folder in REFCACHE_PEER_{engine.upper()}"
+            f"{engine} {RELEASES[engine]} is not in {folder(engine)}: unpack its source "
+            f"distribution there, or name its folder in REFCACHE_PEER_{engine.upper()}"
         )
     full = f"{engine}.{name}"
     if full not in sys.modules:
