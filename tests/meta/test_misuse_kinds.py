@@ -147,6 +147,30 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split()[:2] == ["free_free_page", "refused"]
 
 
+class NoAllocator(Target):
+    name = "none"
+
+
+class Empty(Pages):
+    """Has no page, whatever is asked."""
+
+    def allocator(self, config: Any) -> PagedAdapter:
+        made = super().allocator(config)
+        made.take = lambda n: None  # type: ignore[method-assign]
+        return made
+
+
+def test_the_command_on_what_cannot_be_misused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("refcache.oracle.resolve", lambda name: NoAllocator(), raising=False)
+    assert main(["misuse", "x"]) == 2
+    assert "target 'none' has no allocator" in capsys.readouterr().err
+    monkeypatch.setattr("refcache.oracle.resolve", lambda name: Empty(), raising=False)
+    assert main(["misuse", "x"]) == 1
+    assert "a legal call went wrong\nAL2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("part", "outcome"), [("tensor", "ignored"), ("paged", "accepted")])
 def test_lmcache_s_allocators_differ(part: str, outcome: str) -> None:
     if not sources.present("lmcache"):

@@ -118,7 +118,7 @@ def misuse(
     One line a kind: refused, ignored, accepted (with the damage) or crash. The exit code is 1 when
     one was accepted or crashed, or ignored by a target that declares refuses_misuse.
     """
-    from refcache.oracle import resolve
+    from refcache.oracle import Violation, resolve
     from refcache.oracle.drivers.kinds import misuse_by_kind
 
     found = resolve(target)
@@ -126,7 +126,12 @@ def misuse(
     if "refuses_misuse" in found.capabilities:
         bad.add("ignored")
     code = 0
-    for one in misuse_by_kind(found):
+    try:
+        outcomes = misuse_by_kind(found)
+    except Violation as violation:
+        print(f"no misuse was tried, for a legal call went wrong\n{violation}")
+        return 1
+    for one in outcomes:
         print(f"{one.kind:<20} {one.outcome:<9} {one.evidence}")
         if explain and one.outcome != "refused":
             print("".join(f"    {line}\n" for line in one.steps), end="")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from refcache.errors import RefcacheError
+from refcache.errors import InvalidArgument, RefcacheError
 from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import Target
@@ -88,8 +88,11 @@ def misuse_by_kind(target: Target) -> list[Outcome]:
     """Every kind that can be tried on the target's allocator and, if it has one, its tree.
 
     Raises:
+        InvalidArgument: it has no allocator.
         Violation: the legal calls before the misuse were not right.
     """
+    if "allocator" not in target.capabilities:
+        raise InvalidArgument(f"misuse: target {target.name!r} has no allocator to misuse")
     parts: list[tuple[Any, dict[str, Any]]] = [(AllocatorMisuseDriver, ALLOCATOR)]
     parts += [(TreeMisuseDriver, TREE)] * ("tree" in target.capabilities)
     found = [
