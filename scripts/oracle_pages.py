@@ -35,6 +35,7 @@ GROUPS = {
     "Writes to the host": ("W1",),
     "Offloading managers": ("OF1", "OF2", "OF3", "OF4", "OF5", "OF6", "OF7", "OF8"),
     "Storage backends": tuple(f"SB{number}" for number in range(1, 11)),
+    "Sequences": ("SQ1", "SQ2", "SQ3", "SQ4", "SQ5", "SQ6", "SQ7", "SQ8"),
     "Whole operations": (
         "Z1",
         "Z2",

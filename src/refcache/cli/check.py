@@ -94,8 +94,10 @@ def check(
     if report is not None:
         reports.refuse_unless_new(report)
     bug = None if planted is None else find(planted)
-    if bug is not None and target != "refcache":
-        raise InvalidArgument(f"--planted with {target}: it is the reference that is patched")
+    if bug is not None:
+        if target not in ("refcache", bug.target):
+            raise InvalidArgument(f"--planted with {target}: it is {bug.target} that is patched")
+        target = bug.target
     wanted: list[str | None] = [*(suite or ([bug.suite] if bug else []))]
     names = list(dict.fromkeys(name for part in wanted or [None] for name in list_suites(part)))
     if write_policy is not None:

@@ -57,9 +57,10 @@ def explore(
             print(f"{one.name:<20} {one.says}")
         return 0
     if planted is not None:
-        find(planted)
-        if target != "refcache":
-            raise InvalidArgument(f"--planted with {target}: it is the reference that is patched")
+        patched = find(planted).target
+        if target not in ("refcache", patched):
+            raise InvalidArgument(f"--planted with {target}: it is {patched} that is patched")
+        target = patched
     for rule in without or ():
         if rule not in SENTENCES:
             raise UnknownName("rule", rule, SENTENCES)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from refcache.oracle.drivers.offload.driver import OffloadDriver
     from refcache.oracle.drivers.ops import OpsDriver
     from refcache.oracle.drivers.ranks.driver import RanksDriver
+    from refcache.oracle.drivers.sequences.driver import SequencesDriver
     from refcache.oracle.drivers.streams.driver import StreamsDriver
     from refcache.oracle.drivers.tree.driver import TreeDriver
     from refcache.oracle.program.driver import Driver
@@ -26,13 +27,22 @@ if TYPE_CHECKING:
     from refcache.oracle.rules.check import CHECKS, check_state, violations
     from refcache.oracle.rules.violation import Violation
     from refcache.oracle.target.base import Target
-    from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
+    from refcache.oracle.target.config import (
+        CacheConfig,
+        HiCacheConfig,
+        HiCacheParts,
+        SequencesConfig,
+    )
     from refcache.oracle.target.naive import NaiveTarget, NaiveTree
     from refcache.oracle.target.naive_allocator import NaiveAllocator
     from refcache.oracle.target.offload.contract import OffloadManager, OffloadTraits
     from refcache.oracle.target.paged import PagedAdapter
     from refcache.oracle.target.resolve import resolve
+    from refcache.oracle.target.sequences.blocks import RequestCache
+    from refcache.oracle.target.sequences.contract import Sequences
+    from refcache.oracle.target.sequences.naive import NaiveSequences
     from refcache.oracle.target.storage.contract import StorageConfig, StorageTraits
+    from refcache.oracle.target.traits import Traits
     from refcache.oracle.view.state import RequestView, State
     from refcache.oracle.view.tree import NodeView, TreeView, inspect_radix
     from refcache.reference.alloc_cases import AllocCase
@@ -54,6 +64,7 @@ __all__ = [
     "HiCacheParts",
     "LoopDriver",
     "NaiveAllocator",
+    "NaiveSequences",
     "NaiveTarget",
     "NaiveTree",
     "NodeView",
@@ -63,12 +74,17 @@ __all__ = [
     "OpsDriver",
     "PagedAdapter",
     "RanksDriver",
+    "RequestCache",
     "RequestView",
+    "Sequences",
+    "SequencesConfig",
+    "SequencesDriver",
     "State",
     "StorageConfig",
     "StorageTraits",
     "StreamsDriver",
     "Target",
+    "Traits",
     "TransferCase",
     "TreeDriver",
     "TreeMisuseDriver",

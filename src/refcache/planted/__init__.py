@@ -16,13 +16,13 @@ from refcache.planted import (
     hicache_writes,
     kernels,
     loop,
-    offload,
     radix_cache,
     radix_tree,
     ranks,
     streams,
 )
 from refcache.planted.bug import PlantedBug, Use, active_bugs
+from refcache.planted.contracts import offload, sequences
 from refcache.planted.storage import files
 
 __all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "taken_back"]
@@ -39,6 +39,7 @@ PARTS = (
     ranks,
     faults,
     offload,
+    sequences,
     kernels,
     files,
 )

@@ -37,6 +37,7 @@ class PlantedBug:
         where: what is patched, ``module:attribute`` or ``module:Class.attribute``.
         replacement: the new function, made from the original one.
         suite: the suite that must catch it.
+        target: what it is planted in, by name.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PlantedBug:
     where: str
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     suite: str
+    target: str = "refcache"
 
     def smoke(self, target: Target) -> None:
         """The calls that must not see the bug; raises if they do."""

@@ -11,7 +11,7 @@ import torch
 from refcache.keys import TOKEN, RadixKey
 from refcache.oracle.drivers.tree.request import Request
 from refcache.oracle.target.base import Target
-from refcache.oracle.target.config import CacheConfig, HiCacheConfig
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig, SequencesConfig
 from refcache.runtime import SimulatedRuntime, eager
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
@@ -61,6 +61,8 @@ def smoke(target: Target) -> None:
         offload_smoke(target)
     if "storage" in target.capabilities:
         storage_smoke(target)
+    if "sequences" in target.capabilities:
+        sequences_smoke(target)
 
 
 def hicache_smoke(target: Target) -> None:
@@ -139,3 +141,20 @@ def storage_smoke(target: Target) -> None:
         assert again.batch_exists(keys) == 2  # 7
         again.clear()  # 8
         assert again.batch_exists(keys) == 0  # 9
+
+
+def sequences_smoke(target: Target) -> None:
+    """One sequence, and another with the same beginning, with room to spare.
+
+    Raises:
+        AssertionError: an answer is not the expected one.
+    """
+    cache = target.sequences(SequencesConfig(page_size=2, size=32))
+    assert cache.start(0, (1, 2, 3), None) == 0  # 1
+    assert cache.grow(0, (1, 2, 3), 3)  # 2
+    cache.computed(0, (1, 2, 3), 3)  # 3
+    assert len(cache.table(0)) == 2  # 4
+    cache.finish(0, (1, 2, 3))  # 5
+    assert cache.start(1, (1, 2, 4), None) == 2  # 6
+    assert cache.grow(1, (1, 2, 4), 3)  # 7
+    cache.finish(1, (1, 2, 4))  # 8

@@ -93,6 +93,7 @@ SUITES: dict[str, Suite] = {
         Suite("storage.backend", "backend:BackendMachine", share=0.4),
         Suite("storage.damage", "backend:DamageMachine", share=0.3),
         Suite("storage.crash", "backend:CrashMachine", share=0.1),
+        Suite("sequences.state", "sequences:SequencesMachine", share=0.6),
         Suite("ops.transfer", "ops:OpsMachine", share=0.1),
     )
 }

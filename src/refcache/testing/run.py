@@ -135,6 +135,8 @@ def run_suite(
         raise
     except BaseException:  # also what is no Exception must not end the process that judges
         reason = traceback.format_exc()
+        if tally.not_offered and not tally.cases:  # Hypothesis found no configuration
+            return SuiteResult(name, 0, 0, "skipped", reason=tally.not_offered)
         return SuiteResult(name, tally.cases, tally.steps, "unknown", reason=reason)
     met, pairs = tally.faults, len(tally.pairs)
     return SuiteResult(name, tally.cases, tally.steps, "ok", faults=met, pairs=pairs)
@@ -202,8 +204,8 @@ class Caught:
 
 
 def lacking(bug: PlantedBug) -> list[str]:
-    """What the reference lacks here for the bug's suite: ``ops`` without Triton."""
-    return resolve("refcache").lacks(needs_of(bug.suite))
+    """What the bug's target lacks here for its suite: ``ops`` without Triton."""
+    return resolve(bug.target).lacks(needs_of(bug.suite))
 
 
 def hunt(
@@ -214,7 +216,7 @@ def hunt(
     shrink: bool = False,
     only_one: bool = False,
 ) -> Caught:
-    """Run a planted bug's suite on the reference with the bug patched in.
+    """Run a planted bug's suite on its target with the bug patched in.
 
     An exception is no check: where one ends the suite, the suite runs again without that rule.
 
@@ -222,7 +224,7 @@ def hunt(
         only_one: run it once more without the rule that caught it, to see if another one does.
             Exceptions count for nothing then.
     """
-    target = resolve("refcache")
+    target = resolve(bug.target)
 
     def run(*off: str) -> SuiteResult:
         with without_rules(*off):

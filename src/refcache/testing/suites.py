@@ -146,6 +146,13 @@ class StorageSuite(PartSuite):
         self.judge("storage.crash")
 
 
+class SequencesSuite(PartSuite):
+    """Suites of the part ``sequences``."""
+
+    def test_state(self) -> None:
+        self.judge("sequences.state")
+
+
 class OpsSuite(PartSuite):
     """Suites of the part ``ops``."""
 

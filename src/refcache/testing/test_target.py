@@ -6,6 +6,7 @@ from refcache.testing.suites import (
     LoopSuite,
     OffloadSuite,
     OpsSuite,
+    SequencesSuite,
     StorageSuite,
     TreeSuite,
 )
@@ -33,6 +34,10 @@ class TestOffload(OffloadSuite):
 
 class TestStorage(StorageSuite):
     """Part ``storage``."""
+
+
+class TestSequences(SequencesSuite):
+    """Part ``sequences``."""
 
 
 class TestOps(OpsSuite):

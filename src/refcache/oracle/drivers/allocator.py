@@ -27,7 +27,7 @@ class AllocatorBench:
 
     def __init__(self, trial: Trial, config: CacheConfig) -> None:
         self.trial, self.config, self.page_size = trial, config, config.page_size
-        self.subject = trial.call(trial.target.allocator, config)
+        self.subject = trial.make(trial.target.allocator, config)
         self.ledger = Ledger(config.pages, config.page_size, trial.note)
         self.sequences: list[list[int]] = []
 

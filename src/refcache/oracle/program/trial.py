@@ -17,6 +17,10 @@ from refcache.oracle.target.base import Target
 R = TypeVar("R")
 
 
+class NotOffered(Exception):
+    """The target raised NotImplementedError for a configuration: that is a skip, and its reason."""
+
+
 class Trial:
     """See the module docstring.
 
@@ -90,6 +94,21 @@ class Trial:
             raise Violation("REFUSE", f"{what}: raised {error!r}, expected {expected}") from error
         self.raise_noted()
         raise Violation("REFUSE", f"{what}: was accepted, expected an error")
+
+    def make(self, function: Callable[..., R], *args: Any) -> R:
+        """Make what is on trial, as :meth:`call` does.
+
+        Raises:
+            NotOffered: the target has no such thing for this configuration.
+        """
+        try:
+            return self.call(function, *args)
+        except Violation as violation:
+            error = violation.__cause__
+            if type(error) is not NotImplementedError:
+                raise
+            reason = str(error) or f"{_name(function)} is not implemented"
+            raise NotOffered(reason) from error
 
     def _settings_kept(self, function: Callable[..., Any], before: TorchSettings) -> None:
         """After a call, with what was noted in it first."""

@@ -3,7 +3,7 @@
 Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
 request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
 slots, X copies in flight, Q and B load-back, W writes to the host, OF offloading managers, SB
-storage backends, Z whole operations.
+storage backends, SQ sequences, Z whole operations.
 
 The sentence of a rule about a state stands on its check, in :mod:`refcache.oracle.rules.tree`,
 :mod:`refcache.oracle.rules.pages` and :mod:`refcache.oracle.rules.host`. Rules about one call are
@@ -68,6 +68,15 @@ _SENTENCES: dict[str, str] = {
     "Q1": "a load-back takes all of the host hit or nothing, within its threshold and quota",
     "Q2": "a load-back is not refused when threshold, quota and memory allow it",
     "B1": "without a load the last node is the last one on the device",
+    "SQ1": "each read of a running sequence finds the KV of its own prefix and namespace, at every "
+    "step",
+    "SQ2": "nobody writes a page position that another running sequence reads",
+    "SQ3": "a table has enough pages for what was granted, none twice, and keeps those with KV",
+    "SQ4": "what a start finds was computed for exactly that prefix, and told",
+    "SQ5": "a refusal comes only for lack of room, and changes nothing",
+    "SQ6": "the same prompt is found again as soon, and as far, as the target promises",
+    "SQ7": "when all sequences have ended, the pool can be filled to the last page",
+    "SQ8": "what was invalidated is found no more",
     "Z1": "reset leaves the cache empty and every page free",
     "Z2": "ranks whose copies finish at different times take the same decisions, and make the "
     "same collective calls in the same order",

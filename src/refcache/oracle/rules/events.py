@@ -18,8 +18,10 @@ class EventReplay:
     """Applies events to an empty set. ``resident``: hash of each cached page, to its elements.
 
     ``above``: the replay of the tier above, where a page's parent may be instead (a write-back
-    stores a page before its parent).
+    stores a page before its parent). ``orphans``: a page may be stored whose parent has gone.
     """
+
+    orphans = False
 
     def __init__(self, above: "Callable[[], EventReplay | None]" = lambda: None) -> None:
         self.above = above
@@ -45,6 +47,7 @@ class EventReplay:
         if event.parent_block_hash is not None:
             upper = self.above()
             known = self.resident if upper is None else {**upper.resident, **self.resident}
+            known = self.named if self.orphans else known
             if event.parent_block_hash not in known:
                 raise Violation(
                     "N2",

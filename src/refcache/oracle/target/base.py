@@ -21,6 +21,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``offload``: :meth:`Target.offload` makes a manager of keyed blocks in a second tier;
 * ``storage``: :meth:`Target.storage` makes a storage backend; ``durable``: it keeps its pages in
   files, and they outlive a crash;
+* ``sequences``: :meth:`Target.sequences` makes a cache that is seen through its sequences;
 * ``ops``: :meth:`Target.ops` gives functions with the signatures of refcache's ops;
 * ``ranks``: the two-tier cache agrees with the other ranks over ``config.tp_group``;
 * ``refuses_misuse``: a call that breaks the contract raises and leaves the state as it was;
@@ -28,6 +29,8 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
   two-tier cache's contract says (:mod:`refcache.oracle.drivers.hicache.faults`).
 
 Only public methods with SGLang's names and arguments are called; private fields are never needed.
+What a target cannot be built with is said by its ``traits``, or by a ``NotImplementedError`` of the
+method that builds it: then that configuration is passed over, and a suite without one is skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +40,7 @@ from refcache.keys import RadixKey
 from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.offload.contract import OffloadTraits
 from refcache.oracle.target.storage.contract import StorageTraits
+from refcache.oracle.target.traits import Traits
 from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ CAPABILITIES = frozenset(
         "refuses_misuse",
         "storage",
         "durable",
+        "sequences",
     }
 )
 
@@ -80,6 +85,8 @@ class Target:
     capabilities: frozenset[str] = frozenset()
     spec = ""
     """How ``resolve`` found it: what a printed program calls it."""
+    traits = Traits()
+    """What else it says of itself: the suites draw within it."""
     inner_steps: tuple[str, ...] = ()
     """Functions that calls go through and that may fail (hashes, say), as ``module:name``."""
     errors: type[Exception] | tuple[type[Exception], ...] = Exception
@@ -164,6 +171,17 @@ class Target:
         See :mod:`refcache.oracle.target.storage.contract`; what is special about it is said in
         ``storage_traits``. ``engine``: fields of a ``HiCacheStorageConfig``, and the ``layout`` of
         the pool that will be registered. ``max_bytes``: a bound for its files, if it keeps one.
+        """
+        raise NotImplementedError
+
+    def sequences(self, config: Any) -> Any:
+        """A fresh, empty cache as sequences see it (capability ``sequences``).
+
+        Args:
+            config: a :class:`refcache.oracle.target.config.SequencesConfig`.
+
+        Returns:
+            A :class:`refcache.oracle.target.sequences.contract.Sequences`.
         """
         raise NotImplementedError
 

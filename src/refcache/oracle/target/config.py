@@ -64,6 +64,18 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class SequencesConfig(CacheConfig):
+    """How a cache is built that is seen through its sequences.
+
+    ``host_size``: tokens of a tier below, for targets with the trait ``host_tier``; 0: none.
+    ``write_policy`` is the one of that tier.
+    """
+
+    host_size: int = 0
+    write_policy: str = "write_through"
+
+
+@dataclass(frozen=True)
 class HiCacheConfig(CacheConfig):
     """How a two-tier cache under test is built.
 

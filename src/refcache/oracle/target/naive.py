@@ -22,6 +22,7 @@ from refcache.oracle.target.base import Target
 from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.naive_allocator import NaiveAllocator
 from refcache.oracle.target.offload.naive import NaiveOffload
+from refcache.oracle.target.sequences.naive import NaiveSequences
 from refcache.oracle.view.tree import NodeView, TreeView
 from refcache.types import (
     DecLockRefResult,
@@ -221,7 +222,16 @@ class NaiveTarget(Target):
 
     name = "naive"
     capabilities = frozenset(
-        {"allocator", "tree", "inspect", "events", "minimal_evict", "refuses_misuse", "offload"}
+        {
+            "allocator",
+            "tree",
+            "inspect",
+            "events",
+            "minimal_evict",
+            "refuses_misuse",
+            "offload",
+            "sequences",
+        }
     )
 
     def allocator(self, config: CacheConfig) -> NaiveAllocator:
@@ -235,6 +245,9 @@ class NaiveTarget(Target):
 
     def offload(self, config: CacheConfig) -> NaiveOffload:
         return NaiveOffload(config)
+
+    def sequences(self, config: CacheConfig) -> NaiveSequences:
+        return NaiveSequences(config)
 
     def inspect(self, tree: NaiveTree) -> TreeView:
         """One node a page; its lock count is how many locked prefixes pass through it."""

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,11 @@ import torch
 
 from refcache.errors import RefcacheError
 from refcache.oracle.target.base import CAPABILITIES, Target
-from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
+from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts, SequencesConfig
 from refcache.oracle.target.offload.contract import USES, OffloadTraits
 from refcache.oracle.target.ops import OPS, interpret_kernels
 from refcache.oracle.target.storage.contract import StorageTraits
+from refcache.oracle.target.traits import Traits
 from refcache.oracle.view.host import HostView, inspect_hiradix
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.types import CacheInitParams, ServerArgs
@@ -32,6 +33,7 @@ class RefcacheTarget(Target):
     errors = RefcacheError
     storage_traits = StorageTraits(bounded=True)
     offload_traits = OffloadTraits(uses=USES, token_bytes=TOKEN_BYTES)
+    traits = Traits(eagle=True, caches_when="computed", merges_duplicates=True, host_tier=True)
     inner_steps = ("refcache.tree.kv_events:page_hashes",)
 
     def allocator(self, config: CacheConfig) -> Any:
@@ -118,6 +120,17 @@ class RefcacheTarget(Target):
         from refcache.oracle.target.backends import file_backend
 
         return file_backend(engine, path, max_bytes)
+
+    def sequences(self, config: SequencesConfig) -> Any:
+        """Over a ``RadixCache``, or over a ``HiRadixCache`` where there is a host tier."""
+        from refcache.oracle.target.sequences.hiradix import TieredSequences
+        from refcache.oracle.target.sequences.radix import RadixSequences
+
+        if config.host_size:
+            given = {f.name: getattr(config, f.name) for f in fields(config)}
+            return TieredSequences(HiCacheConfig(**given, delay=False), self.hicache)
+        allocator, rows = self.allocator(config), self.req_to_token_pool(config)
+        return RadixSequences(config, self.tree(config, allocator, rows), allocator, rows)
 
     def ops(self) -> Any:
         """The kernels, on the card, or through Triton's interpreter where there is none."""

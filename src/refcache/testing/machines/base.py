@@ -6,10 +6,12 @@ for one target by :func:`machine_for`.
 
 from typing import Any, ClassVar
 
+from hypothesis import reject
 from hypothesis.stateful import RuleBasedStateMachine
 
 from refcache.oracle import Driver, Target
 from refcache.oracle.program.driver import Call
+from refcache.oracle.program.trial import NotOffered
 
 
 class Tally:
@@ -18,6 +20,7 @@ class Tally:
     Attributes:
         faults: how often a call was made with an inner step raising; ``pairs``: which steps of
             which calls.
+        not_offered: why the target could not be built with the last configuration that it refused.
     """
 
     def __init__(self) -> None:
@@ -26,6 +29,7 @@ class Tally:
         self.faults = 0
         self.pairs: set[tuple[str, str, int]] = set()
         self.failed: Driver | None = None
+        self.not_offered = ""
 
 
 class DriverMachine(RuleBasedStateMachine):
@@ -45,8 +49,12 @@ class DriverMachine(RuleBasedStateMachine):
     """Of a case, at most."""
 
     def begin(self, **config: Any) -> None:
-        """Make the driver of a case."""
-        self.d = self.driver = self.make(self.target, **config)
+        """Make the driver of a case; none where the target does not offer the configuration."""
+        try:
+            self.d = self.driver = self.make(self.target, **config)
+        except NotOffered as error:
+            self.tally.not_offered = str(error)
+            reject()
         self.tally.cases += 1
 
     def teardown(self) -> None:

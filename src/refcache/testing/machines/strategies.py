@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from refcache.oracle.target.traits import Traits
 from refcache.reference import LAYOUTS
 from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
 
@@ -64,6 +65,25 @@ def tree_configs(draw: st.DrawFn) -> dict[str, Any]:
         "is_eagle": draw(st.booleans()),
         "enable_kv_cache_events": draw(st.booleans()),
     }
+
+
+@st.composite
+def sequences_configs(draw: st.DrawFn, traits: Traits) -> dict[str, Any]:
+    """Keywords of a cache of sequences under test: 4 to 24 tokens, within the target's traits."""
+    page_size = draw(st.sampled_from(traits.page_sizes))
+    pages = draw(st.integers(max(2, 4 // page_size), max(4, 24 // page_size)))
+    size = page_size * pages
+    config: dict[str, Any] = {
+        "page_size": page_size,
+        "size": size,
+        "is_eagle": draw(st.booleans()) if traits.eagle else False,
+        "enable_kv_cache_events": draw(st.booleans()),
+        "context_length": max(64, size),
+    }
+    if traits.host_tier and draw(st.booleans()):
+        config["host_size"] = size + page_size * draw(st.sampled_from([1, 1, 20]))
+        config["write_policy"] = draw(st.sampled_from(WRITE_POLICIES))
+    return config
 
 
 @st.composite

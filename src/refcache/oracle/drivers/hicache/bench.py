@@ -48,7 +48,7 @@ class HiCacheBench(TreeBench):
         self.in_flight: dict[tuple[str, Any], InFlight] = {}
         self.no_room = False
         self.events = TierEvents() if self.emits_events else None
-        parts: HiCacheParts = self.trial.call(
+        parts: HiCacheParts = self.trial.make(
             self.target.hicache,
             c,
             self.machine,

@@ -72,10 +72,10 @@ class TreeBench:
 
     def build(self) -> None:
         """Make what is on trial, and what goes with it."""
-        config, call = self.config, self.trial.call
-        self.allocator = RecordingAllocator(call(self.target.allocator, config), self.ledger)
-        self.rows = call(self.target.req_to_token_pool, config)
-        self.tree = call(self.target.tree, config, self.allocator, self.rows)
+        config, make = self.config, self.trial.make
+        self.allocator = RecordingAllocator(make(self.target.allocator, config), self.ledger)
+        self.rows = make(self.target.req_to_token_pool, config)
+        self.tree = make(self.target.tree, config, self.allocator, self.rows)
         self.forwards = PlayedForwards(self.trial)
         self.events = EventReplay() if self.emits_events else None
 

@@ -1,0 +1,1 @@
+"""Bugs of the contracts that any cache can meet: ``offload``, ``sequences``."""
