@@ -114,7 +114,7 @@ function timeline() {
   const tracks = [...new Map(found.spans.map((span) => [span.track, span.actor]))];
   const names = [...new Set(tracks.map(([, name]) => name))];
   const row = new Map(tracks.map(([track, name]) => [track, names.indexOf(name)]));
-  const left = 16 + 7.4 * Math.max(...names.map((name) => name.length));
+  const left = 6;
   const place = new Map();
   let x = left;
   for (const span of spans) {
@@ -128,8 +128,9 @@ function timeline() {
     markerWidth: 7, markerHeight: 7, orient: "auto" },
     make("path", { d: "M0 0 L8 4 L0 8 Z", fill: "context-stroke" }))));
   names.forEach((name, i) => svg.append(
-    make("text", { x: 4, y: 30 + 44 * i, class: "soft" }, name),
-    make("line", { class: "link", x1: left - 6, x2: x, y1: 25 + 44 * i, y2: 25 + 44 * i })));
+    make("line", { class: "link", x1: 0, x2: x, y1: 25 + 44 * i, y2: 25 + 44 * i })));
+  $("names").replaceChildren(...names.map((name) => make("span", { title: name },
+    name.replace(/^(stream|host thread) /, "").replaceAll("'", ""))));
   const arrow = (a, b, kind, says) => {
     if (!a || !b) return;
     const from = { x: a.x + a.width, y: a.y + 15 }, to = { x: b.x, y: b.y + 15 };
@@ -154,7 +155,8 @@ function timeline() {
       "missing", found.missing.says);
   }
   $("timeline").replaceChildren(svg);
-  $("timeline").scrollLeft = x;
+  const first = found.missing && until === 0 && place.get(found.missing.from.join("/"));
+  $("timeline").scrollLeft = first ? Math.max(0, first.x - 40) : x;
   $("timeline-hint").textContent = found.missing && until === 0
     ? `Dashed: ${found.missing.says}.` : "Filled: has run. Arrows: waits.";
 }
