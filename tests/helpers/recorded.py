@@ -23,6 +23,15 @@ FILE = Path(__file__).with_name("recorded_choices.jsonl")
 RELEASE = "sglang:0.5.10+exact"
 DRIVERS: dict[str, type[Driver]] = {"allocator": AllocatorDriver, "tree": TreeDriver}
 Calls = list[tuple[str, list[Any]]]
+UPPER_HALF: Calls = [
+    ("insert", [[0, 0, 0], None, False, 2]),
+    ("insert", [[0, 1, 1], None, False, 0]),  # cuts the node in two
+    ("evict", [2]),
+    ("evict", [2]),
+    ("insert", [[1, 1], None, False, 1]),
+    ("evict", [1]),  # not the upper half: it has the priority of the whole
+]
+"""What a node's upper half has of it decides long after the cut."""
 
 
 class Program(NamedTuple):
@@ -62,6 +71,8 @@ def programs() -> list[Program]:
             if size == 2 and policy in ("lru", "slru"):
                 config["is_eagle"] = True
             made.append(Program("tree", config, _tree_calls(drawn, 5 * size), []))
+    by_priority = {"page_size": 1, "size": 12, "eviction_policy": "priority"}
+    made.append(Program("tree", by_priority, UPPER_HALF, []))
     return made
 
 
