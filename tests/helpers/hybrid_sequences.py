@@ -152,6 +152,9 @@ def request(kit: Kit, tree: Any, tokens: list[int], gone: int) -> Any:
         priority=None,
         swa_uuid_for_lock=None,
         swa_evicted_seqlen=gone,
+        kv_committed_len=len(tokens),
+        kv_committed_freed=False,
+        pop_committed_kv_cache=lambda: len(tokens),
     )
     slots = tree.slots.alloc(len(tokens))
     tree.slots.free_swa(slots[:gone])

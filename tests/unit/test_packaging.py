@@ -73,7 +73,13 @@ def test_wheel_contents(tmp_path: Path) -> None:
         shipped = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     expected = {name for package in PACKAGE_DIR for name in modules_of(package)}
-    expected |= {f"{package}/py.typed" for package in PACKAGE_DIR}
+    expected |= {
+        f"{package}/{path.relative_to(ROOT / PACKAGE_DIR[package]).as_posix()}"
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / PACKAGE_DIR[package]).glob(pattern)
+    }
+    assert {f"{package}/py.typed" for package in PACKAGE_DIR} <= expected
     assert expected <= shipped
     extra = {name for name in shipped - expected if ".dist-info/" not in name}
     assert not extra
