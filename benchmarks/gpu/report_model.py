@@ -1,7 +1,8 @@
 """The part of docs/performance.md about transfers beside a model, and its figure.
 
 Made of the latest results of ``bench_model.py``, ``h200-DATE-model-PART.json``: ``mha`` and ``mla``
-(one run each), ``caps`` (kernels under other caps, for the figure) and ``recipe``.
+(one run each), ``cells`` (loads of other sizes), ``caps`` (kernels under other caps, for the
+figure) and ``recipe``.
 """
 
 import json
@@ -61,6 +62,11 @@ What is not reached, and why:
   x1.11 to x1.19 while it runs), so a slower write loses more in all: one program loses 10 ms.
   SGLang loses 10 ms here. The decode is not bound by multiprocessors and loses 1.06 ms where 1.0
   was asked.
+"""
+
+CELLS_TEXT = """
+Sizes and pages that none of the rules was made from, drawn afterwards, in a run of their own:
+
 """
 
 RULES_TEXT = """
@@ -292,7 +298,7 @@ def text(results: Path, folder: Path) -> str:
     """The part of the page; writes the figure into ``folder``."""
     found = {
         part: json.loads(max(results.glob(f"h200-*-model-{part}.json")).read_text())
-        for part in ("mha", "mla", "caps", "recipe")
+        for part in ("mha", "mla", "cells", "caps", "recipe")
     }
     mha = Results(found["mha"]["rows"])
     figure(mha, Results(found["caps"]["rows"]), folder / "performance-frontier.svg")
@@ -305,7 +311,8 @@ def text(results: Path, folder: Path) -> str:
     return "".join((
         HEAD.format(**found["mha"], **mha.peak()), FIGURE_TEXT,
         '\n### Loads\n\nIn ms; "host" is the time of `start_loading`.\n\n', mha.loads(),
-        writes, mha.writes(), "\n", targets(mha), NOT_REACHED, RULES_TEXT,
+        writes, mha.writes(), "\n", targets(mha), NOT_REACHED, CELLS_TEXT,
+        Results(found["cells"]["rows"]).loads(), RULES_TEXT,
         MLA_TEXT, mla.loads(), "\n", mla.writes(),
         recipe(found["recipe"]["rows"]),
     ))  # fmt: skip
