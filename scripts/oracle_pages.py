@@ -10,6 +10,8 @@ from pathlib import Path
 
 from refcache.oracle import CHECKS, SENTENCES
 from refcache.oracle.rules.host import HOST_CHECKS
+from refcache.oracle.rules.mamba import MAMBA_CHECKS
+from refcache.oracle.rules.swa import SWA_CHECKS
 from refcache.planted import all_bugs
 from refcache.testing import SUITES
 
@@ -29,6 +31,8 @@ GROUPS = {
     "Allocation": ("AL1", "AL2"),
     "Ops": ("OP1", "OP2", "OP3"),
     "Page hashes and KV events": ("N1", "N2", "N3", "N4"),
+    "Recurrent states": tuple(f"MB{n}" for n in range(1, 11)),
+    "Window slots": tuple(f"SW{n}" for n in range(1, 9)),
     "Host slots": ("H1", "H2"),
     "Copies in flight": ("X1", "X2", "X5", "LIFE"),
     "Load-back": ("Q1", "Q2", "B1"),
@@ -62,6 +66,7 @@ def invariants() -> str:
     grouped = [rule for rules in GROUPS.values() for rule in rules]
     if sorted(grouped) != sorted(SENTENCES):
         raise SystemExit(f"GROUPS and SENTENCES differ: {set(grouped) ^ set(SENTENCES)}")
+    of_states = {*CHECKS, *HOST_CHECKS, *MAMBA_CHECKS, *SWA_CHECKS}
     parts = [
         "# Invariants\n",
         NOTE,
@@ -71,10 +76,7 @@ def invariants() -> str:
         "(the owner of a page, the sizes) is checked without `inspect` too.\n",
     ]
     for title, rules in GROUPS.items():
-        rows = [
-            (f"`{r}`", SENTENCES[r], "a state" if r in CHECKS or r in HOST_CHECKS else "a call")
-            for r in rules
-        ]
+        rows = [(f"`{r}`", SENTENCES[r], "a state" if r in of_states else "a call") for r in rules]
         parts += [f"## {title}\n", table(("id", "rule", "of"), rows)]
     return "\n".join(parts)
 

@@ -124,6 +124,22 @@ def kv_row(tags: torch.Tensor, layer: int, plane: int, width: int = 1) -> torch.
     return tags[:, None] + codes
 
 
+STATES = 32
+"""The first plane number of recurrent states: those of KV are below."""
+
+
+@cache
+def state_codes(layer: int, tensor: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """What each element of a state adds to the tag of its last token; int64 ``shape``.
+
+    The state after ``n`` tokens is the tag of token ``n - 1`` plus these constants; after none it
+    is zero.
+    """
+    count = int(torch.Size(shape).numel())
+    codes = [element_code(layer, STATES + tensor, column) for column in range(count)]
+    return torch.tensor(codes, dtype=torch.int64).reshape(shape)
+
+
 def explain(
     element: int, known: Mapping[int, str], *, layers: int, planes: int, width: int = 1
 ) -> str:

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from refcache.oracle.drivers.backend.driver import BackendDriver
     from refcache.oracle.drivers.hicache.driver import HiCacheDriver
     from refcache.oracle.drivers.loop import LoopDriver
+    from refcache.oracle.drivers.mamba.driver import MambaDriver
     from refcache.oracle.drivers.misuse import AllocatorMisuseDriver, TreeMisuseDriver
     from refcache.oracle.drivers.offload.driver import OffloadDriver
     from refcache.oracle.drivers.ops import OpsDriver
     from refcache.oracle.drivers.ranks.driver import RanksDriver
     from refcache.oracle.drivers.sequences.driver import SequencesDriver
     from refcache.oracle.drivers.streams.driver import StreamsDriver
+    from refcache.oracle.drivers.swa.driver import SWADriver
     from refcache.oracle.drivers.tree.driver import TreeDriver
     from refcache.oracle.program.driver import Driver
     from refcache.oracle.rules.catalog import SENTENCES
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
         CacheConfig,
         HiCacheConfig,
         HiCacheParts,
+        MambaConfig,
+        MambaParts,
         SequencesConfig,
+        SWAConfig,
     )
     from refcache.oracle.target.naive import NaiveTarget, NaiveTree
     from refcache.oracle.target.naive_allocator import NaiveAllocator
@@ -63,6 +68,9 @@ __all__ = [
     "HiCacheDriver",
     "HiCacheParts",
     "LoopDriver",
+    "MambaConfig",
+    "MambaDriver",
+    "MambaParts",
     "NaiveAllocator",
     "NaiveSequences",
     "NaiveTarget",
@@ -76,6 +84,8 @@ __all__ = [
     "RanksDriver",
     "RequestCache",
     "RequestView",
+    "SWAConfig",
+    "SWADriver",
     "Sequences",
     "SequencesConfig",
     "SequencesDriver",

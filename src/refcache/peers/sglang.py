@@ -13,14 +13,29 @@ import torch
 from refcache.keys import RadixKey
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import Target
-from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts
+from refcache.oracle.target.config import (
+    CacheConfig,
+    HiCacheConfig,
+    HiCacheParts,
+    MambaConfig,
+    MambaParts,
+    SWAConfig,
+)
+from refcache.oracle.view.component import (
+    ComponentView,
+    inspect_full,
+    inspect_states,
+    inspect_window,
+)
 from refcache.oracle.view.host import HostView
 from refcache.oracle.view.tree import TreeView, inspect_radix
-from refcache.peers import guard, hicache
+from refcache.peers import guard, hicache, hybrid
 from refcache.peers.engine import Engine, load
 from refcache.peers.releases import VARIANTS
 
-CAPABILITIES = frozenset({"allocator", "tree", "inspect", "minimal_evict", "hicache"})
+CAPABILITIES = frozenset(
+    {"allocator", "tree", "inspect", "minimal_evict", "hicache", "mamba", "swa"}
+)
 
 
 class SglangTarget(Target):
@@ -37,6 +52,7 @@ class SglangTarget(Target):
         self.MatchPrefixParams = params.MatchPrefixParams
         self.InsertParams = params.InsertParams
         self.EvictParams = params.EvictParams
+        self.DecLockRefParams = params.DecLockRefParams
         self.InitLoadBackParams = load_back_params(params.InitLoadBackParams)
         self._paged_class = watched(self.engine.allocator.PagedTokenToKVPoolAllocator)
         self._rows_class = readable(self.engine.module("mem_cache.memory_pool").ReqToTokenPool)
@@ -70,8 +86,10 @@ class SglangTarget(Target):
 
     def inspect(self, tree: Any) -> TreeView:
         own = getattr(tree, "get_child_key_fn", None)
-        view = inspect_radix(tree, own or (lambda key: key.child_key(tree.page_size)))
-        nodes = [replace(n, key=_refcache_key(n.key, tree.is_eagle)) for n in view.nodes]
+        child_key = own or (lambda key: key.child_key(tree.page_size))
+        look = inspect_full if hasattr(tree, "full_lru_list") else inspect_radix
+        view, eagle = look(tree, child_key), getattr(tree, "is_eagle", False)
+        nodes = [replace(n, key=_refcache_key(n.key, eagle)) for n in view.nodes]
         return replace(view, nodes=tuple(nodes))
 
     def hicache(
@@ -95,6 +113,23 @@ class SglangTarget(Target):
             self.init_params,
             with_lists,
         )
+
+    def mamba(
+        self, config: MambaConfig, wrap: Callable[[Any], Any], states: Callable[[Any], Any]
+    ) -> MambaParts:
+        inner = self.make_allocator(config, None)
+        stop_watching(inner)
+        return hybrid.mamba(
+            self.engine, config, inner, wrap, states, self.init_params, readable, with_lists
+        )
+
+    def swa(self, config: SWAConfig, wrap: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        rows = self.req_to_token_pool(config)
+        return hybrid.swa(self.engine, config, rows, wrap, self.init_params, with_lists)
+
+    def inspect_component(self, tree: Any) -> ComponentView:
+        look = inspect_window if tree.supports_swa() else inspect_states
+        return look(tree, self.inspect(tree))
 
     def inspect_host(self, tree: Any) -> HostView:
         return hicache.inspect_host(tree, self.inspect(tree))

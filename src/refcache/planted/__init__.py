@@ -23,6 +23,7 @@ from refcache.planted import (
 )
 from refcache.planted.bug import PlantedBug, Use, active_bugs
 from refcache.planted.contracts import offload, sequences
+from refcache.planted.hybrid import mamba, swa
 from refcache.planted.storage import files
 
 __all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "taken_back"]
@@ -32,6 +33,8 @@ PARTS = (
     radix_cache,
     radix_tree,
     loop,
+    mamba,
+    swa,
     hicache_loads,
     hicache_writes,
     hicache_copies,

@@ -2,11 +2,12 @@
 
 Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
 request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
-slots, X copies in flight, Q and B load-back, W writes to the host, OF offloading managers, SB
-storage backends, SQ sequences, Z whole operations.
+slots, MB recurrent states, SW window slots, X copies in flight, Q and B load-back, W writes to the
+host, OF offloading managers, SB storage backends, SQ sequences, Z whole operations.
 
 The sentence of a rule about a state stands on its check, in :mod:`refcache.oracle.rules.tree`,
-:mod:`refcache.oracle.rules.pages` and :mod:`refcache.oracle.rules.host`. Rules about one call are
+:mod:`refcache.oracle.rules.pages`, :mod:`refcache.oracle.rules.host`,
+:mod:`refcache.oracle.rules.mamba` and :mod:`refcache.oracle.rules.swa`. Rules about one call are
 checked where the call is made, in the drivers; their sentences are below.
 """
 
@@ -65,6 +66,12 @@ _SENTENCES: dict[str, str] = {
     "C2": "when no copy runs, each host slot of a node holds the KV of the node's own prefix",
     "X5": "two accesses to one slot, one of them a write, are ordered by streams and events",
     "LIFE": "an index tensor outlives the launches that read it",
+    "MB9": "insert returns how many tokens were on the device, frees exactly the caller's slots "
+    "for those beyond what it says is the tree's, and says whether there was a state",
+    "MB10": "an eviction touches no state that is locked, and returns by how much each pool grew",
+    "SW5": "the last window of tokens before what a request computes is in the window pool, and is "
+    "that of its own prefix",
+    "SW7": "an allocation takes slots of both pools or of none",
     "Q1": "a load-back takes all of the host hit or nothing, within its threshold and quota",
     "Q2": "a load-back is not refused when threshold, quota and memory allow it",
     "B1": "without a load the last node is the last one on the device",
@@ -98,7 +105,7 @@ the first use of this name sees to."""
 def __getattr__(name: str) -> dict[str, str]:
     if name != "SENTENCES":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for checks in ("tree", "pages", "host"):
+    for checks in ("tree", "pages", "host", "mamba", "swa"):
         importlib.import_module(f"refcache.oracle.rules.{checks}")
     globals()[name] = _SENTENCES
     return _SENTENCES

@@ -7,6 +7,8 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``tree``: :meth:`Target.tree` works;
 * ``inspect``: :meth:`Target.inspect` shows the nodes of a tree, for deeper checks;
 * ``events``: the tree emits KV events (``take_events``);
+* ``mamba``: :meth:`Target.mamba` makes a tree of tokens and recurrent states;
+* ``swa``: :meth:`Target.swa` makes a tree over a full and a sliding-window pool;
 * ``minimal_evict``: ``evict`` stops as soon as enough is free;
 * ``hicache``: :meth:`Target.hicache` makes a two-tier cache on a simulated machine;
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
@@ -41,10 +43,17 @@ from refcache.oracle.target.config import CacheConfig
 from refcache.oracle.target.offload.contract import OffloadTraits
 from refcache.oracle.target.storage.contract import StorageTraits
 from refcache.oracle.target.traits import Traits
-from refcache.types import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
+from refcache.types import (
+    DecLockRefParams,
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
 
 if TYPE_CHECKING:
     from refcache.oracle.target.offload.contract import OffloadManager
+    from refcache.oracle.view.component import ComponentView
     from refcache.oracle.view.host import HostView
     from refcache.oracle.view.tree import TreeView
     from refcache.reference.cases import TransferCase
@@ -56,6 +65,8 @@ CAPABILITIES = frozenset(
         "inspect",
         "events",
         "minimal_evict",
+        "mamba",
+        "swa",
         "hicache",
         "streams",
         "fences",
@@ -98,6 +109,7 @@ class Target:
     MatchPrefixParams: Any = MatchPrefixParams
     InsertParams: Any = InsertParams
     EvictParams: Any = EvictParams
+    DecLockRefParams: Any = DecLockRefParams
     InitLoadBackParams: Any = InitLoadBackParams
 
     def allocator(self, config: CacheConfig) -> Any:
@@ -151,6 +163,34 @@ class Target:
         Returns:
             A :class:`refcache.oracle.target.config.HiCacheParts`; its pool holds int64 elements.
         """
+        raise NotImplementedError
+
+    def mamba(self, config: Any, wrap: Callable[[Any], Any], states: Callable[[Any], Any]) -> Any:
+        """A fresh tree of tokens and states (capability ``mamba``).
+
+        Args:
+            config: a :class:`refcache.oracle.target.config.MambaConfig`.
+            wrap, states: to be applied to the allocator, and to the state pool inside the rows.
+
+        Returns:
+            A :class:`refcache.oracle.target.config.MambaParts`.
+        """
+        raise NotImplementedError
+
+    def swa(self, config: Any, wrap: Callable[[Any], Any]) -> Any:
+        """A fresh tree over a full and a sliding-window pool (capability ``swa``).
+
+        Args:
+            config: a :class:`refcache.oracle.target.config.SWAConfig`.
+            wrap: to be applied to the allocator of both pools.
+
+        Returns:
+            The tree, the wrapped allocator and the rows.
+        """
+        raise NotImplementedError
+
+    def inspect_component(self, tree: Any) -> "ComponentView":
+        """What a tree of states, or of windows, has beside full KV."""
         raise NotImplementedError
 
     def inspect_host(self, tree: Any) -> "HostView":

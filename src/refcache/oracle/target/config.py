@@ -114,6 +114,82 @@ class HiCacheConfig(CacheConfig):
             )
 
 
+@dataclass(frozen=True)
+class MambaConfig(CacheConfig):
+    """How a cache of tokens and recurrent states is built.
+
+    ``states``: slots of the state pool, at least one a request. ``extra_buffer``: states are taken
+    on the way into buffers of the request, two with ``overlap``, else one; without it the page size
+    is 1. ``chunk``: the grid, in tokens, on which a state can be taken; whole pages.
+    """
+
+    states: int = 6
+    extra_buffer: bool = False
+    overlap: bool = True
+    chunk: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.states < self.max_requests:
+            raise InvalidArgument(
+                f"states={self.states}: expected at least one for each of {self.max_requests} "
+                "requests"
+            )
+        if self.chunk < 1 or self.chunk % self.page_size:
+            raise InvalidArgument(
+                f"chunk={self.chunk}: expected whole pages of {self.page_size} tokens"
+            )
+        if self.page_size > 1 and not self.extra_buffer:
+            raise InvalidArgument(f"page_size={self.page_size}: expected 1, or extra_buffer=True")
+
+    @property
+    def buffers(self) -> int:
+        """States that a request holds beside its running one."""
+        return (2 if self.overlap else 1) if self.extra_buffer else 0
+
+
+@dataclass(frozen=True)
+class SWAConfig(CacheConfig):
+    """How a cache with sliding-window layers is built.
+
+    ``swa_size``: window slots, in tokens, whole pages; 0 means ``size``. ``window``: how many
+    tokens such a layer looks back.
+    """
+
+    swa_size: int = 0
+    window: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.swa_size == 0:
+            object.__setattr__(self, "swa_size", self.size)
+        if self.swa_size < self.page_size or self.swa_size % self.page_size:
+            raise InvalidArgument(
+                f"swa_size={self.swa_size}: expected whole pages of {self.page_size} tokens"
+            )
+        if self.window < 1:
+            raise InvalidArgument(f"window={self.window}: expected at least 1 token")
+
+
+MAMBA_LAYERS = (0, 2)
+"""The layers of the model on trial that have a state."""
+STATE_SHAPE = (((2, 1), (1, 2)), (1, 2, 1))
+"""Of one state in one layer: the shapes of two convolutions, and that of the recurrence."""
+
+
+class MambaParts(NamedTuple):
+    """A tree over ``allocator`` and ``rows``, whose states are in ``states``, a pool of slots.
+
+    ``planes``: the tensors of a state, each int64 ``[layers, slots + 1, ...]``.
+    """
+
+    tree: Any
+    allocator: Any
+    rows: Any
+    states: Any
+    planes: Any
+
+
 class HiCacheParts(NamedTuple):
     """What a target makes: a tree over ``allocator`` and ``rows``, whose KV is in ``pool``.
 

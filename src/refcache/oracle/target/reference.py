@@ -11,11 +11,27 @@ import torch
 
 from refcache.errors import RefcacheError
 from refcache.oracle.target.base import CAPABILITIES, Target
-from refcache.oracle.target.config import CacheConfig, HiCacheConfig, HiCacheParts, SequencesConfig
+from refcache.oracle.target.config import (
+    MAMBA_LAYERS,
+    STATE_SHAPE,
+    CacheConfig,
+    HiCacheConfig,
+    HiCacheParts,
+    MambaConfig,
+    MambaParts,
+    SequencesConfig,
+    SWAConfig,
+)
 from refcache.oracle.target.offload.contract import USES, OffloadTraits
 from refcache.oracle.target.ops import OPS, interpret_kernels
 from refcache.oracle.target.storage.contract import StorageTraits
 from refcache.oracle.target.traits import Traits
+from refcache.oracle.view.component import (
+    ComponentView,
+    inspect_full,
+    inspect_states,
+    inspect_window,
+)
 from refcache.oracle.view.host import HostView, inspect_hiradix
 from refcache.oracle.view.tree import TreeView, inspect_radix
 from refcache.types import CacheInitParams, ServerArgs
@@ -59,7 +75,56 @@ class RefcacheTarget(Target):
         return CacheInitParams(**config.init_params(allocator, rows), **more)
 
     def inspect(self, tree: Any) -> TreeView:
-        return inspect_radix(tree, lambda key: key.child_key(tree.page_size))
+        hybrid = tree.supports_mamba() or tree.supports_swa()
+        look = inspect_full if hybrid else inspect_radix
+        return look(tree, lambda key: key.child_key(tree.page_size))
+
+    def mamba(
+        self, config: MambaConfig, wrap: Callable[[Any], Any], states: Callable[[Any], Any]
+    ) -> MambaParts:
+        from refcache.pool import HybridReqToTokenPool
+        from refcache.pool.mamba import BaseLinearStateParams, Mamba2StateDType, StateShape
+        from refcache.tree import MambaRadixCache
+
+        dtype = Mamba2StateDType(conv=torch.int64, temporal=torch.int64)
+        rows = HybridReqToTokenPool(
+            size=config.max_requests,
+            mamba_size=config.states,
+            mamba_spec_state_size=0,
+            max_context_len=config.context_length,
+            device="cpu",
+            enable_memory_saver=False,
+            cache_params=BaseLinearStateParams(
+                shape=StateShape(*STATE_SHAPE), layers=MAMBA_LAYERS, dtype=dtype
+            ),
+            mamba_layer_ids=MAMBA_LAYERS,
+            enable_mamba_extra_buffer=config.extra_buffer,
+            enable_overlap_schedule=config.overlap,
+        )
+        planes = [*rows.mamba_pool.mamba_cache.conv, rows.mamba_pool.mamba_cache.temporal]
+        rows.mamba_pool = states(rows.mamba_pool)
+        allocator = wrap(self._allocator(config, None, None))
+        buffers = {"enable_mamba_extra_buffer": config.extra_buffer}
+        params = self._params(
+            config, allocator, rows, mamba_cache_chunk_size=config.chunk, **buffers
+        )
+        return MambaParts(MambaRadixCache(params), allocator, rows, rows.mamba_pool, planes)
+
+    def swa(self, config: SWAConfig, wrap: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        from refcache.allocator import SWATokenToKVPoolAllocator
+        from refcache.tree import SWARadixCache
+
+        sizes = (config.size, config.swa_size, config.page_size)
+        allocator = wrap(
+            SWATokenToKVPoolAllocator(*sizes, torch.int64, "cpu", None, config.need_sort)
+        )
+        rows = self.req_to_token_pool(config)
+        params = self._params(config, allocator, rows, sliding_window_size=config.window)
+        return SWARadixCache(params), allocator, rows
+
+    def inspect_component(self, tree: Any) -> ComponentView:
+        look = inspect_window if tree.supports_swa() else inspect_states
+        return look(tree, self.inspect(tree))
 
     def hicache(
         self,

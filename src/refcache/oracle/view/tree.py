@@ -122,8 +122,12 @@ def walk(
     return tuple(nodes), known, [n for n in leaves if n not in place]
 
 
-def inspect_radix(tree: Any, child_key: Callable[[Any], Hashable]) -> TreeView:
+def inspect_radix(
+    tree: Any, child_key: Callable[[Any], Hashable], lock: str = "lock_ref"
+) -> TreeView:
     """View of a tree with SGLang's field names; ``child_key`` maps a key to its place in a parent.
+
+    ``lock`` names the count of locks of a node.
 
     Reads ``root_node``, ``evictable_leaves`` and the sizes; of nodes ``children``, ``parent``,
     ``key``, ``value``, ``host_value``, ``lock_ref``, ``hash_value``, and where there are any
@@ -138,8 +142,8 @@ def inspect_radix(tree: Any, child_key: Callable[[Any], Hashable]) -> TreeView:
             "extra_key": node.key.extra_key,
             "device": node.value,
             "host": getattr(node, "host_value", None),
-            "lock_ref": node.lock_ref,
-            "hashes": node.hash_value,
+            "lock_ref": getattr(node, lock),
+            "hashes": getattr(node, "hash_value", None),
             "access": getattr(node, "last_access_time", None),
             "created": getattr(node, "creation_time", None),
             "hits": getattr(node, "hit_count", None),

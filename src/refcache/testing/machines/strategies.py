@@ -87,6 +87,44 @@ def sequences_configs(draw: st.DrawFn, traits: Traits) -> dict[str, Any]:
 
 
 @st.composite
+def mamba_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of a tree of tokens and states: 2 to 4 tokens a chunk, as few states as requests
+    need or a few more, a pool that some prompts fill to the last page."""
+    extra = draw(st.booleans())
+    page_size = draw(st.sampled_from((1, 2))) if extra else 1
+    chunk = draw(st.sampled_from([2, 4] if page_size == 2 else [2, 3, 4]))
+    overlap = draw(st.booleans())
+    a_request = 1 + (1 + overlap if extra else 0)
+    return {
+        "page_size": page_size,
+        "size": page_size * draw(st.integers(8 // page_size, 28 // page_size)),
+        "need_sort": draw(st.booleans()),
+        "max_requests": 2,
+        "states": draw(st.integers(max(2, a_request), 3 + a_request)),
+        "extra_buffer": extra,
+        "overlap": overlap,
+        "chunk": chunk,
+    }
+
+
+@st.composite
+def swa_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of a tree of two pools: windows of 2 to 4 tokens, a window pool that is smaller, or
+    as large, and may be a page from exhaustion; pages of more tokens than a window."""
+    page_size = draw(st.sampled_from((1, 1, 2, 4)))
+    size = page_size * draw(st.integers(8 // page_size, 28 // page_size))
+    pages = size // page_size
+    return {
+        "page_size": page_size,
+        "size": size,
+        "swa_size": page_size * draw(st.integers(max(1, min(pages, 8 // page_size)), pages)),
+        "window": draw(st.integers(2, 4)),
+        "max_requests": 3,
+        "is_eagle": draw(st.sampled_from([False, False, True])),
+    }
+
+
+@st.composite
 def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
     """Keywords of a two-tier cache under test: a host pool that is one to a few pages larger.
 

@@ -115,14 +115,17 @@ class TreeBench:
         """Tokens that the tree calls evictable."""
         return int(self.trial.call(self.tree.evictable_size))
 
+    def protected(self) -> int:
+        """Tokens that the tree calls protected."""
+        return int(self.trial.call(self.tree.protected_size))
+
+    def total(self) -> int:
+        """Tokens that the tree has."""
+        return int(self.trial.call(self.tree.total_size))
+
     def shape(self) -> Shape:
         """Everything that a call may have to leave as it was."""
-        sizes: Shape = (
-            self.evictable(),
-            self.tree.protected_size(),
-            self.tree.total_size(),
-            self.allocator.available_size(),
-        )
+        sizes: Shape = (self.evictable(), self.protected(), self.total(), self.available())
         if self.trial.has("inspect"):
             view = self.target.inspect(self.tree)
             locks = {node.handle: node.lock_ref for node in view.nodes}
@@ -246,13 +249,7 @@ class TreeBench:
         if self.ledger.queued is None:
             require(count == grown, "E1", f"evict returned {count}, the free space grew by {grown}")
         require(count == tokens, "E1", f"evict returned {count}, it freed {tokens} tokens")
-        for space, elements in self.ledger.cached:
-            above = (space, elements[:-size])
-            require(
-                not above[1] or above in self.ledger.cached,
-                "T1",
-                f"the page of {list(above[1])} was evicted, but {list(elements)} is still cached",
-            )
+        self.judge_whole_prefixes()
         locked = self.ledger.locked()
         left = [p for p in self.ledger.cached if p not in locked]
         if tokens < asked and left:
@@ -267,6 +264,16 @@ class TreeBench:
                 tokens - last < asked,
                 "E2",
                 f"evict({asked}) freed {tokens}, the last {last} for nothing",
+            )
+
+    def judge_whole_prefixes(self) -> None:
+        """T1 of what is cached after an eviction."""
+        for space, elements in self.ledger.cached:
+            above = (space, elements[: -self.page_size])
+            self.trial.require(
+                not above[1] or above in self.ledger.cached,
+                "T1",
+                f"the page of {list(above[1])} was evicted, but {list(elements)} is still cached",
             )
 
     def make_room(self, count: int) -> None:
@@ -308,7 +315,7 @@ class TreeBench:
         self.trial.call(self.rows.clear)
         self.ledger.clear()
         self.forwards.forget()
-        sizes = (self.tree.evictable_size(), self.tree.protected_size(), self.tree.total_size())
+        sizes = (self.evictable(), self.protected(), self.total())
         self.trial.require(sizes == (0, 0, 0), "Z1", f"after reset the tree has sizes {sizes}")
 
     def evict_everything(self) -> None:
@@ -346,8 +353,7 @@ class TreeBench:
         """P1, A1, A2 and R3 from the sizes alone."""
         require, size = self.trial.require, self.page_size
         free, evictable = self.available(), self.evictable()
-        protected = int(self.trial.call(self.tree.protected_size))
-        total = int(self.trial.call(self.tree.total_size))
+        protected, total = self.protected(), self.total()
         cached, locked = len(self.ledger.cached) * size, len(self.ledger.locked()) * size
         require(
             free == len(self.ledger.free) * size,

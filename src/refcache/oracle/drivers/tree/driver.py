@@ -22,11 +22,12 @@ class TreeDriver(Driver):
 
     needs = frozenset({"allocator", "tree"})
     bench_type: ClassVar[type[Any]] = TreeBench
+    serving_type: ClassVar[type[Serving]] = Serving
     bench: TreeBench
 
     def __init__(self, target: Target, **config: Any) -> None:
         super().__init__(target, **config)
-        self.serving = Serving(self.bench)
+        self.serving = self.serving_type(self.bench)
 
     @property
     def tree(self) -> Any:

@@ -8,18 +8,22 @@ and adopt is known before it is made.
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 
 from refcache.keys import TOKEN
 from refcache.oracle.drivers.tree.bench import TreeBench
 from refcache.oracle.drivers.tree.request import Request
+from refcache.oracle.ledger.ledger import Prefix
 
 SAMPLED = 1  # the token a request ends with: sampled, but without KV
 
 
 class Serving:
     """See the module docstring. ``admitted`` counts the requests there were."""
+
+    request_type: ClassVar[type[Request]] = Request
 
     def __init__(self, bench: TreeBench) -> None:
         self.bench, self.trial, self.ledger = bench, bench.trial, bench.ledger
@@ -32,7 +36,7 @@ class Serving:
         bench, c = self.bench, self.bench.config
         if not tokens or len(bench.requests) >= c.max_requests or len(tokens) >= c.context_length:
             return
-        req = Request(f"request {self.admitted}", tokens, extra_key, priority)
+        req = self.request_type(f"request {self.admitted}", tokens, extra_key, priority)
         self.admitted += 1
         found = bench.match(tokens[:-1], extra_key)
         req.last_node, slots = bench.bring(found, tokens[:-1], extra_key)
@@ -46,10 +50,31 @@ class Serving:
         self._write(req, 0, slots)
         req.computed = req.allocated = len(slots)
         if self.compute(req, chunk):
+            self.keeps_lock(req, prefix)
             bench.requests.append(req)
         else:
             bench.unlock(req.last_node, prefix)
             self.trial.call(bench.rows.free, req)
+
+    def keeps_lock(self, req: Request, prefix: Prefix) -> None:
+        """The lock of what it matched is the request's from now on."""
+
+    def duplicates(self, req: Request, prefix: Prefix, row: list[int], known: int) -> set[int]:
+        """The slots that an insert of ``prefix`` for the request frees: ``known`` tokens of it were
+        cached."""
+        return set(row[req.cache_protected_len : known])
+
+    def adopt(self, req: Request, prefix: Prefix, row: list[int], known: int) -> None:
+        """The tree owns what the request has inserted."""
+        self.bench.adopt(prefix, row, known)
+
+    def found_again(self, found: Any, prefix: Prefix) -> None:
+        """M2: what was cached at the end of a request matches."""
+        self.trial.require(
+            len(found.device_indices) == len(prefix[1]),
+            "M2",
+            f"{len(prefix[1])} tokens were cached, {len(found.device_indices)} match",
+        )
 
     def proceed(self, req: Request, chunk: int | None) -> None:
         """The next chunk of a prefill; what was computed before is cached first."""
@@ -108,9 +133,9 @@ class Serving:
         row = bench.row(req)
         known = len(self.ledger.longest(prefix)[1])
         held = (req.last_node, (req.extra_key, elements[: req.cache_protected_len]))
-        with self._gives_up(set(row[req.cache_protected_len : known])):
+        with self._gives_up(self.duplicates(req, prefix, row, known)):
             self.trial.call(bench.tree.cache_unfinished_req, req, chunked=not req.prefilled)
-        bench.adopt(prefix, row, known)
+        self.adopt(req, prefix, row, known)
         self.ledger.drop(*held)
         self.ledger.hold(req.last_node, prefix)
         self.trial.require(
@@ -139,10 +164,11 @@ class Serving:
         row = bench.row(req)
         known = len(self.ledger.longest(prefix)[1])
         tail = row[len(prefix[1]) if insert else req.cache_protected_len : computed]
-        with self._gives_up({*row[req.cache_protected_len : known], *tail}):
+        given_up = {*tail, *(self.duplicates(req, prefix, row, known) if insert else ())}
+        with self._gives_up(given_up):
             self.trial.call(bench.tree.cache_finished_req, req, is_insert=insert)
         if insert:
-            bench.adopt(prefix, row, known)
+            self.adopt(req, prefix, row, known)
         self.ledger.drop(req.last_node, protected)
         start = -(-computed // bench.page_size) * bench.page_size
         bench.free(row[start : req.allocated])
@@ -152,11 +178,7 @@ class Serving:
         bench.requests.remove(req)
         if insert:
             found = bench.match(committed, req.extra_key)
-            self.trial.require(
-                len(found.device_indices) == len(prefix[1]),
-                "M2",
-                f"{len(prefix[1])} tokens were cached, {len(found.device_indices)} match",
-            )
+            self.found_again(found, prefix)
 
     def end_all(self) -> None:
         """Finish every request and drop every lock."""

@@ -1,0 +1,1 @@
+"""Bugs planted in the trees of hybrid models: recurrent states, sliding windows."""
