@@ -18,6 +18,7 @@ import torch
 from environment import environment
 from hybrid_sequences import SEQUENCES, ours
 from refcache.allocator import TokenToKVPoolAllocator
+from refcache.engine.hybrid import track_point
 from refcache.keys import RadixKey
 from refcache.peers.releases import unpacked
 from refcache.pool import (
@@ -76,7 +77,9 @@ def tree_of_states(runtime=None, overlap=True, extra=True):
         runtime=runtime,
     )
     slots = TokenToKVPoolAllocator(32, torch.float32, "cpu", None)
-    params = CacheInitParams(False, rows, slots, 1, enable_mamba_extra_buffer=extra)
+    params = CacheInitParams(
+        False, rows, slots, 1, enable_mamba_extra_buffer=extra, mamba_cache_chunk_size=4
+    )
     return MambaRadixCache(params)
 
 
@@ -154,3 +157,32 @@ def test_h10_a_request_that_waits_has_one_state_at_most_and_it_goes_back():
         assert pool.available_size() == 6
     tree.req_to_token_pool.free_mamba_cache(req)
     assert (req.mamba_pool_idx, pool.available_size()) == (None, 7)
+
+
+def test_h12_where_a_state_is_taken_is_the_request_s_own():
+    """Not a place on a grid of the whole batch: so many chunks behind its own prefix."""
+    for prefix in range(0, 12, 2):
+        for extend in range(1, 20):
+            point = track_point(prefix, extend, None, 4)
+            taken = None if point is None else point.seqlen - prefix
+            assert taken == (None if extend < 4 else extend // 4 * 4)
+
+
+def test_h13_a_prompt_of_whole_chunks_is_found_again_from_the_second_time_on():
+    """Its last token is always computed, so the state at its end does not help the same prompt."""
+    tree = tree_of_states(extra=False)
+    pool, prompt = tree.req_to_token_pool.mamba_pool, list(range(8))
+
+    def insert(tokens):
+        kv = tree.token_to_kv_pool_allocator.alloc(len(tokens))
+        tree.insert(InsertParams(RadixKey(tokens), kv, mamba_value=pool.alloc(1)))
+
+    def match(tokens):
+        found = tree.match_prefix(MatchPrefixParams(RadixKey(tokens)))
+        return len(found.device_indices), found.mamba_branching_seqlen
+
+    insert(prompt)
+    assert match([*prompt, 9]) == (8, None)
+    assert match(prompt[:-1]) == (0, 4)
+    insert(prompt[:4])
+    assert match(prompt[:-1])[0] == 4
