@@ -65,6 +65,22 @@ def replay(
     step_ms: Annotated[
         float, typer.Option(help="With --arrivals: a step's time beside.")
     ] = STEP_MS,
+    model: Annotated[
+        str, typer.Option(metavar="full|swa|mamba", help="Kind of the model's layers.")
+    ] = "full",
+    state_interval: Annotated[
+        int, typer.Option(help="With --model mamba: a state each so many tokens of a decode.")
+    ] = 512,
+    states: Annotated[int, typer.Option(help="With --model mamba: how many there are.")] = 1024,
+    window: Annotated[
+        int, typer.Option(help="With --model swa: tokens a layer looks back.")
+    ] = 1024,
+    refresh: Annotated[
+        str, typer.Option(metavar="path|used", help="Which states of a path a hit refreshes.")
+    ] = "path",
+    branching: Annotated[
+        bool, typer.Option(help="A prefill leaves a state where its match asks for one.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     form: FormatOption = None,
     block_size: BlockSizeOption = None,
@@ -106,6 +122,12 @@ def replay(
         arrivals=arrivals,
         prefill_rate=prefill_rate,
         step_ms=step_ms,
+        model=model,
+        state_interval=state_interval,
+        states=states,
+        window=window,
+        hit_refreshes=refresh,
+        branching=branching,
     )
     axes = {axis.partition("=")[0] for axis in sweep or ()}
     if host_ratio is None and "host-ratio" not in axes:

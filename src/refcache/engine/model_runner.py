@@ -67,7 +67,7 @@ def make_model(runner: "ModelRunner") -> Model:
     rows = runner.req_to_token_pool
     ledger = TagLedger(rows.size, rows.max_context_len)
     pool, config = runner.token_to_kv_pool, runner.model_config
-    return TagModel(config, ledger, runner.check, pool, runner.runtime)
+    return TagModel(config, ledger, runner.check, pool, runner.runtime, rows)
 
 
 class ModelRunner(ModelRunnerKVCacheMixin):

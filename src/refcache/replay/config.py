@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from refcache.errors import InvalidArgument, UnknownName
-from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
+from refcache.types import EVICTION_POLICIES, HIT_REFRESHES, WRITE_POLICIES
 
+MODELS = ("full", "swa", "mamba")
 CHECKS = ("every", "sampled", "off")
 KEEPING = ("ttl", "retain", "pin")
 
@@ -46,6 +47,10 @@ class ReplayConfig:
         no_decode: a request ends with its first token.
         check: see :mod:`refcache.replay.loop`; ``seed``: of the rows that are drawn.
         max_running_requests: that decode together.
+        model: "full"; "swa": a layer looks back ``window`` tokens only; "mamba": one has states, of
+            which there are ``states``, and a request leaves one each ``state_interval`` tokens.
+        hit_refreshes: of a hybrid model, see :class:`~refcache.types.CacheInitParams`;
+            ``branching``: a prefill leaves a state at the branching point of its match.
         host_ratio: host tokens / device tokens; None: no host tier.
         write_policy, load_back_threshold: of the host tier; None is the tree's own threshold.
 
@@ -69,9 +74,41 @@ class ReplayConfig:
     arrivals: bool = False
     prefill_rate: float = 20_000
     step_ms: float = 20
+    model: str = "full"
+    state_interval: int = 512
+    states: int = 1024
+    window: int = 1024
+    hit_refreshes: str = "path"
+    branching: bool = True
+
+    def _check_model(self) -> None:
+        if self.model not in MODELS:
+            raise UnknownName("model", self.model, MODELS)
+        if self.hit_refreshes not in HIT_REFRESHES:
+            raise UnknownName("hit_refreshes", self.hit_refreshes, HIT_REFRESHES)
+        if self.model != "full" and (
+            self.target is not None
+            or self.host_ratio is not None
+            or self.device_tokens is None
+            or self.policy != "lru"
+        ):
+            raise InvalidArgument(
+                f"model={self.model!r}: expected refcache's tree on one bounded tier, with lru"
+            )
+        if self.model == "mamba" and (
+            self.state_interval < self.page_size or self.state_interval % self.page_size
+        ):
+            raise InvalidArgument(
+                f"state_interval={self.state_interval}: expected whole pages of {self.page_size}"
+            )
+        if min(self.states, self.window) < 1:
+            raise InvalidArgument(
+                f"states={self.states}, window={self.window}: expected at least 1 of each"
+            )
 
     def __post_init__(self) -> None:
         self._check_time()
+        self._check_model()
         if self.host_ratio is not None and not (1 < self.host_ratio < float("inf")):
             raise InvalidArgument(f"host_ratio={self.host_ratio}: expected a finite number above 1")
         if self.host_ratio is not None and self.device_tokens is None:

@@ -10,6 +10,7 @@ import torch
 from refcache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.model_runner import ModelRunner
+from refcache.engine.model_runner import make_allocator as make_own_allocator
 from refcache.engine.models.content import (
     ReadPlan,
     RowCheck,
@@ -27,16 +28,19 @@ from refcache.keys import TOKEN
 from refcache.oracle.rules.violation import Violation
 from refcache.oracle.target.base import Target
 from refcache.oracle.target.config import CacheConfig
+from refcache.pool import BaseLinearStateParams, Mamba2StateDType, StateShape
 from refcache.readers import TraceRequest
 from refcache.replay.config import ReplayConfig
 from refcache.replay.feed import TraceClock
 from refcache.replay.keeping import RetainStrategy, strategy_of
-from refcache.tree import HiRadixCache, RadixCache, TreeNode
+from refcache.tree import HiRadixCache, MambaRadixCache, RadixCache, SWARadixCache, TreeNode
 from refcache.types import (
     CacheInitParams,
     EvictParams,
     EvictResult,
     InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
     ServerArgs,
 )
 
@@ -66,6 +70,33 @@ class CountingRadixCache(RadixCache):
         result = super().evict(params)
         self.evicted_tokens += result.num_tokens_evicted
         return result
+
+
+class CountingSWARadixCache(SWARadixCache):
+    """A tree with windows that counts what it evicts."""
+
+    evicted_tokens = 0
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
+
+class CountingMambaRadixCache(MambaRadixCache):
+    """A tree with states that counts what it evicts; without ``branching`` it names no points."""
+
+    evicted_tokens = 0
+    branching = True
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        match = super().match_prefix(params)
+        return match if self.branching else match._replace(mamba_branching_seqlen=None)
 
 
 class CountingHiRadixCache(CountingRadixCache, HiRadixCache):
@@ -128,6 +159,18 @@ class Counts(SchedulerObserver):
             self.progress(self.finished, self.total)
 
 
+def model_of(config: ReplayConfig) -> ModelConfig:
+    """One plane of one word a token is enough to know it by; so is one word a state."""
+    if config.model == "swa":
+        return ModelConfig(2, swa_attention_layer_ids=(0,), sliding_window_size=config.window)
+    if config.model == "mamba":
+        word = StateShape([(1,)], (1,))
+        kinds = Mamba2StateDType(conv=torch.int64, temporal=torch.int64)
+        states = BaseLinearStateParams(shape=word, layers=(0,), dtype=kinds)
+        return ModelConfig(2, kv_lora_rank=1, mamba2_cache_params=states)
+    return ModelConfig(kv_lora_rank=1)
+
+
 def make_scheduler(
     trace: list[TraceRequest],
     config: ReplayConfig,
@@ -168,6 +211,8 @@ def make_scheduler(
     )
 
     def make_allocator(runner: ModelRunner) -> Any:
+        if config.model == "swa":
+            return make_own_allocator(runner)
         if target is not None:
             return target.allocator(built)
         # without a bound the free list is long: freed pages wait aside, instead of in its front
@@ -186,6 +231,13 @@ def make_scheduler(
         if isinstance(own, RetainStrategy):
             params = replace(params, hit_policy="per_request")
         tree: RadixCache
+        if config.model != "full":
+            params = replace(params, hit_refreshes=config.hit_refreshes)
+            if config.model == "swa":
+                return CountingSWARadixCache(params)
+            states = CountingMambaRadixCache(params)
+            states.branching = config.branching
+            return states
         if server_args.enable_hierarchical_cache:
             tree = CountingHiRadixCache(params, server_args)
             if config.load_back_threshold is not None:
@@ -218,8 +270,13 @@ def make_scheduler(
             enable_hierarchical_cache=config.host_ratio is not None,
             hicache_ratio=config.host_ratio or 1,
             hicache_write_policy=config.write_policy,
+            swa_full_tokens_ratio=1.0,
+            mamba_scheduler_strategy="extra_buffer" if config.model == "mamba" else "auto",
+            mamba_track_interval=config.state_interval,
+            mamba_cache_chunk_size=page,
+            max_mamba_cache_size=config.states,
         ),
-        ModelConfig(kv_lora_rank=1),  # one plane of one word a token is enough to know it by
+        model_of(config),
         make_allocator=make_allocator,
         make_tree=make_tree,
         check=RowCheck(plans[config.check], on_wrong),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from refcache.engine.hybrid import supports_mamba, supports_swa
 from refcache.engine.scheduling.scheduler import Scheduler
 from refcache.oracle.rules.check import CHECKS, check_state, check_sums
 from refcache.oracle.target.base import Target
@@ -45,6 +46,7 @@ class StateCheck:
         self.shown = target is None or (
             "inspect" in target.capabilities and target.free_lists(self.allocator) is not None
         )
+        self.shown = self.shown and not (supports_swa(self.tree) or supports_mamba(self.tree))
         self.checked = 0
         self.since = 0
 
@@ -52,6 +54,9 @@ class StateCheck:
         if self.mode == "off":
             return
         private = private_tokens(self.scheduler)
+        if supports_swa(self.tree) or supports_mamba(self.tree):
+            self.hybrid_sums(private)
+            return
         evictable, protected = self.tree.evictable_size(), self.tree.protected_size()
         free = self.allocator.available_size()
         check_sums(free, evictable, protected, private, self.size)
@@ -60,6 +65,23 @@ class StateCheck:
             self.every_rule()
         elif self.mode == "every":
             self.ownership()
+
+    def hybrid_sums(self, private: int) -> None:
+        """Sums of a hybrid tree: tokens, and states or window slots."""
+        tree, allocator = self.tree, self.allocator
+        full = tree.full_evictable_size(), tree.full_protected_size()
+        reqs = running(self.scheduler)
+        if supports_mamba(tree):
+            check_sums(allocator.available_size(), *full, private, self.size)
+            pool = tree.req_to_token_pool.mamba_pool
+            held = len(reqs) * (1 + tree.req_to_token_pool.mamba_ping_pong_track_buffer_size)
+            mamba = tree.mamba_evictable_size(), tree.mamba_protected_size()
+            check_sums(pool.available_size(), *mamba, held, pool.size)
+            return
+        check_sums(allocator.full_available_size(), *full, private, self.size)
+        gone = sum(max(0, r.swa_evicted_seqlen - r.cache_protected_len) for r in reqs)
+        swa = tree.swa_evictable_size(), tree.swa_protected_size()
+        check_sums(allocator.swa_available_size(), *swa, private - gone, allocator.size_swa)
 
     def every_rule(self) -> None:
         """Check every rule now; nothing when switched off or not shown."""

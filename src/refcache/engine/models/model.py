@@ -9,12 +9,14 @@ arithmetic. A model with arithmetic is :class:`refcache.engine.models.transforme
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from refcache.engine.model_config import ModelConfig
 from refcache.engine.models.attention import AttentionBackend, ForwardMetadata, RadixAttention
-from refcache.engine.models.content import RowCheck, TagLedger
+from refcache.engine.models.content import Cells, RowCheck, TagLedger
+from refcache.engine.models.state_tags import StateTags
 from refcache.engine.schedule_batch import ModelWorkerBatch
 from refcache.errors import InvalidArgument
 from refcache.pool import KVCache
@@ -35,10 +37,16 @@ class TagAttention(RadixAttention):
     """
 
     def __init__(
-        self, layer_id: int, widths: list[int], kv_planes: int, ledger: TagLedger, check: RowCheck
+        self,
+        layer_id: int,
+        widths: list[int],
+        kv_planes: int,
+        ledger: TagLedger,
+        check: RowCheck,
+        window: int | None = None,
     ) -> None:
         """``widths``: words of a slot in each plane; ``kv_planes``: the first so many are KV."""
-        super().__init__(layer_id)
+        super().__init__(layer_id, window)
         self.kv_planes = kv_planes
         zero = torch.zeros(1, dtype=torch.int64)
         self.codes = [kv_row(zero, layer_id, p, width)[0] for p, width in enumerate(widths)]
@@ -60,9 +68,35 @@ class TagAttention(RadixAttention):
     ) -> None:
         """See the class; the value of MLA is part of its key, so one of both is read."""
         words = [words_of(buffer) for buffer in (*buffers[: self.kv_planes], *buffers[2:])]
-        torch.sub(words[0][metadata.last, 0], self.codes[0][0], out=out)
-        for cells, slots in zip(metadata.cells, metadata.pages, strict=True):
+        if self.window is None:
+            torch.sub(words[0][metadata.last, 0], self.codes[0][0], out=out)
+        else:
+            out.zero_()  # a layer with full attention has the last word
+        for i, (cells, slots) in enumerate(
+            zip(metadata.cells, metadata.pages_of(self), strict=True)
+        ):
+            if self.window is not None:
+                cells, slots = within_window(cells, slots, batch, new, i, self.window)
             self.check.compare(self.ledger, batch, cells, slots, words, self.codes, self.layer_id)
+
+
+def within_window(
+    cells: Cells,
+    slots: torch.Tensor,
+    batch: ModelWorkerBatch,
+    new: list[int],
+    index: int,
+    window: int,
+) -> tuple[Cells, torch.Tensor]:
+    """Of some cells those that new tokens look at; a slice is of request ``index`` of the batch."""
+    if isinstance(cells.columns, slice):
+        first = max(0, len(slots) - new[index] - window + 1)
+        return Cells(cells.rows, slice(first, len(slots))), slots[first:]
+    assert isinstance(cells.rows, torch.Tensor)
+    lengths = torch.zeros(int(cells.rows.max()) + 1, dtype=torch.int64)
+    lengths[batch.req_pool_indices.cpu()] = batch.seq_lens_cpu
+    kept = cells.columns >= lengths[cells.rows] - window
+    return Cells(cells.rows[kept], cells.columns[kept]), slots[kept]
 
 
 class TagModel:
@@ -81,33 +115,45 @@ class TagModel:
         config: ModelConfig,
         ledger: TagLedger,
         check: RowCheck,
-        pool: KVCache | None,
+        pool: Any,
         runtime: Runtime,
+        rows: Any = None,
     ) -> None:
+        """``rows``: of a model with states the pool of request rows."""
         self.config = config
         self.ledger = ledger
         self.plan = check.plan
         self.pool = pool
         self.runtime = runtime
-        self.layers: list[TagAttention] = []
+        self.layers: list[TagAttention | StateTags] = []
         if pool is None:
             return
-        widths = []
+        end = pool.end_layer if isinstance(pool, KVCache) else config.num_hidden_layers
+        for layer in range(pool.start_layer, end):
+            if layer in config.mamba_layer_ids:
+                self.layers.append(StateTags(layer, rows, ledger, check))
+                continue
+            inner, _ = pool.pool_of(layer)
+            window = config.sliding_window_size if layer in config.swa_attention_layer_ids else None
+            widths = self._widths(inner)
+            self.layers.append(TagAttention(layer, widths, inner.kv_planes, ledger, check, window))
+
+    @staticmethod
+    def _widths(pool: KVCache) -> list[int]:
         for plane in pool.planes:
             if plane.slot_bytes % 8:
                 raise InvalidArgument(
                     f"{plane.name} rows of {plane.slot_bytes} bytes: expected a multiple of 8"
                 )
-            widths.append(plane.slot_bytes // 8)
-        self.layers = [
-            TagAttention(layer, widths, pool.kv_planes, ledger, check)
-            for layer in range(pool.start_layer, pool.end_layer)
-        ]
+        return [plane.slot_bytes // 8 for plane in pool.planes]
 
     def forward(self, batch: ModelWorkerBatch, backend: AttentionBackend) -> torch.Tensor:
         """Run every layer and pick the next tokens, int64 ``[batch]``."""
         hidden, out = self._embed(batch)
         for layer in self.layers:
+            if isinstance(layer, StateTags):
+                layer.run(batch, self.runtime)
+                continue
             rows = self._project(layer, hidden)
             self._set_extra_planes(layer, rows, batch)
             # MLA has one KV row, and V is part of it
@@ -144,13 +190,12 @@ class TagModel:
 
     def _project(self, layer: TagAttention, hidden: torch.Tensor) -> list[torch.Tensor]:
         """The rows of these tags in every plane, ``[n, heads, dim]`` each."""
-        assert self.pool is not None
         rows = [
             torch.empty(
                 (hidden.numel(), p.head_num, p.head_dim // p.slots_per_row),
                 dtype=p.dtype or p.buffer.dtype,
             )
-            for p in self.pool.planes
+            for p in self.pool.pool_of(layer.layer_id)[0].planes
         ]
 
         def run() -> None:
@@ -164,10 +209,10 @@ class TagModel:
         self, layer: TagAttention, rows: list[torch.Tensor], batch: ModelWorkerBatch
     ) -> None:
         """Write what the pool declares besides KV."""
-        assert self.pool is not None
-        extra = list(zip(self.pool.planes, rows, strict=True))[layer.kv_planes :]
+        inner, layer_id = self.pool.pool_of(layer.layer_id)
+        extra = list(zip(inner.planes, rows, strict=True))[layer.kv_planes :]
         for plane, row in extra:
-            self.pool.set_plane_buffer(plane.name, layer, batch.out_cache_loc, row)
+            inner.set_plane_buffer(plane.name, layer_id, batch.out_cache_loc, row)
 
     def _sample(self, out: torch.Tensor) -> torch.Tensor:
         next_token_ids = torch.empty_like(out)
