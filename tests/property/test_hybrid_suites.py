@@ -23,7 +23,7 @@ OFTEN = {
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_silence(suite):
-    result = run_suite(suite, resolve("refcache"), max_examples=8, seed=1)
+    result = run_suite(suite, resolve("refcache"), max_examples=20, seed=1)
     assert result.verdict == "ok", result.failure and result.failure.text
     assert result.steps > 5 * result.cases > 0
 
