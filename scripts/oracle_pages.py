@@ -40,6 +40,7 @@ GROUPS = {
     "Offloading managers": ("OF1", "OF2", "OF3", "OF4", "OF5", "OF6", "OF7", "OF8"),
     "Storage backends": tuple(f"SB{number}" for number in range(1, 11)),
     "Sequences": ("SQ1", "SQ2", "SQ3", "SQ4", "SQ5", "SQ6", "SQ7", "SQ8"),
+    "Storage below the host": tuple(f"ST{n}" for n in (1, 2, 4, 5, 7, 8, 9, 10, 12)),
     "Whole operations": (
         "Z1",
         "Z2",

@@ -55,6 +55,28 @@ def test_pressure(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mru["hit_tokens"] != lru["hit_tokens"]
 
 
+def test_a_restart_costs_no_hit_where_storage_has_every_page(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(trace), "--serial", "--device-tokens", "2048", "--host-ratio", "3"]
+    arguments += ["--check", "every", "--storage"]
+    one = result_of([*arguments, str(tmp_path / "one")], capsys)
+    two = result_of([*arguments, str(tmp_path / "two"), "--restart", "6"], capsys)
+    assert one["hit_tokens"] == two["hit_tokens"] > 0
+    assert two["hits_before"] + two["hits_after"] == two["hit_tokens"]
+    assert two["storage_hit_tokens"] > one["storage_hit_tokens"]
+    assert two["bytes_to_storage"] > 0
+    lost = result_of([*arguments[:-1], "--restart", "6"], capsys)
+    assert lost["hit_tokens"] < two["hit_tokens"]
+
+
+@pytest.mark.parametrize("arguments", [["--storage", "d"], ["--restart", "0"]])
+def test_storage_and_restart_are_refused_where_they_make_no_sense(
+    trace: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert arguments[0].removeprefix("--") in refused(["replay", str(trace), *arguments], capsys)
+
+
 def test_prints_what_it_did(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(trace), "--device-tokens", "unlimited"]) == 0
     out = capsys.readouterr().out

@@ -56,6 +56,12 @@ def replay(
     write_policy: Annotated[
         str, typer.Option(help="With --host-ratio: when KV goes to the host.")
     ] = WRITE_POLICY,
+    storage: Annotated[
+        Path | None, typer.Option(help="A directory for pages below the host tier.")
+    ] = None,
+    restart: Annotated[
+        int | None, typer.Option(help="After N requests device and host begin anew.")
+    ] = None,
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Requests come at their times; idle gaps count.")
     ] = False,
@@ -118,6 +124,8 @@ def replay(
         check=check,
         host_ratio=host_ratio,
         write_policy=write_policy,
+        storage=None if storage is None else str(storage),
+        restart=restart,
         target=None if target == "refcache" else target,
         arrivals=arrivals,
         prefill_rate=prefill_rate,
@@ -142,6 +150,10 @@ def replay(
         check_figure(plot)
     if perfetto is not None:
         _check_perfetto(perfetto)
+    if restart is not None and (plot is not None or perfetto is not None):
+        raise InvalidArgument(
+            "--restart: expected no --plot and no --perfetto, which show one life"
+        )
     if sweep:
         from refcache.replay.sweep import grid
 
@@ -253,6 +265,12 @@ def _lines(result: Any, bound: PrefixBound) -> Iterator[str]:
         yield f"           {device:,} on the device, {result.host_hit_tokens:,} on the host"
         to_host, to_device = result.bytes_to_host, result.bytes_to_device
         yield f"moved      {to_host:,} bytes to the host, {to_device:,} bytes to the device"
+    if result.bytes_to_storage or result.storage_hit_tokens:
+        came, written = result.storage_hit_tokens, result.bytes_to_storage
+        yield f"storage    {came:,} tokens brought from there, {written:,} bytes written"
+    if result.hits_before or result.hits_after:
+        before, after = result.hits_before, result.hits_after
+        yield f"restart    {before:,} tokens of hits before, {after:,} after"
     yield f"evicted    {result.evicted_tokens:,} tokens"
     yield f"computed   {result.computed_tokens:,} tokens in prefills"
     yield f"decoded    {result.output_tokens:,} tokens"

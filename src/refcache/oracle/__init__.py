@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from refcache.oracle.drivers.sequences.driver import SequencesDriver
     from refcache.oracle.drivers.streams.driver import StreamsDriver
     from refcache.oracle.drivers.swa.driver import SWADriver
+    from refcache.oracle.drivers.tier.driver import TierDriver
     from refcache.oracle.drivers.tree.driver import TreeDriver
     from refcache.oracle.program.driver import Driver
     from refcache.oracle.rules.catalog import SENTENCES
@@ -94,6 +95,7 @@ __all__ = [
     "StorageTraits",
     "StreamsDriver",
     "Target",
+    "TierDriver",
     "Traits",
     "TransferCase",
     "TreeDriver",

@@ -24,7 +24,7 @@ from refcache.planted import (
 from refcache.planted.bug import PlantedBug, Use, active_bugs
 from refcache.planted.contracts import offload, sequences
 from refcache.planted.hybrid import mamba, swa
-from refcache.planted.storage import files
+from refcache.planted.storage import files, tier
 
 __all__ = ["PlantedBug", "Use", "active_bugs", "all_bugs", "find", "plant", "taken_back"]
 
@@ -41,6 +41,7 @@ PARTS = (
     streams,
     ranks,
     faults,
+    tier,
     offload,
     sequences,
     kernels,

@@ -53,6 +53,8 @@ class ReplayConfig:
             ``branching``: a prefill leaves a state at the branching point of its match.
         host_ratio: host tokens / device tokens; None: no host tier.
         write_policy, load_back_threshold: of the host tier; None is the tree's own threshold.
+        storage: a directory for the pages below the host. A request waits for what is there for it.
+        restart: after so many requests the loop, the device and the host begin anew.
 
     Raises:
         InvalidArgument: a number that is too small. UnknownName: a policy or check.
@@ -70,6 +72,8 @@ class ReplayConfig:
     host_ratio: float | None = None
     write_policy: str = "write_through"
     load_back_threshold: int | None = None
+    storage: str | None = None
+    restart: int | None = None
     target: str | None = None
     arrivals: bool = False
     prefill_rate: float = 20_000
@@ -109,6 +113,10 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         self._check_time()
         self._check_model()
+        if self.storage is not None and self.host_ratio is None:
+            raise InvalidArgument("storage: expected host_ratio too, pages come by way of the host")
+        if self.restart is not None and self.restart < 1:
+            raise InvalidArgument(f"restart={self.restart}: expected at least 1 request before it")
         if self.host_ratio is not None and not (1 < self.host_ratio < float("inf")):
             raise InvalidArgument(f"host_ratio={self.host_ratio}: expected a finite number above 1")
         if self.host_ratio is not None and self.device_tokens is None:
@@ -163,6 +171,8 @@ class ReplayResult:
             ``arrivals``.
         host_hit_tokens: of ``hit_tokens``, those that were loaded from the host.
         bytes_to_host, bytes_to_device: moved by writes and loads.
+        storage_hit_tokens: brought to the host from storage, and ``bytes_to_storage``: written.
+        hits_before, hits_after: of ``hit_tokens``, those before and after the restart.
     """
 
     requests: int
@@ -181,3 +191,7 @@ class ReplayResult:
     host_hit_tokens: int = 0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
+    storage_hit_tokens: int = 0
+    bytes_to_storage: int = 0
+    hits_before: int = 0
+    hits_after: int = 0

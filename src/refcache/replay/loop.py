@@ -23,7 +23,8 @@ an engine.
 
 import gc
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -51,6 +52,72 @@ STUCK = 8  # steps in a row that may launch nothing
 COLLECT_AT = 100_000  # new objects: the loop makes few cycles, and looking for them costs a tenth
 
 
+class Life:
+    """One scheduler over a part of the trace, from its start to when nothing is left to do.
+
+    Attributes:
+        steps: of the loop. ``moved``: tokens between the tiers, by the result's names.
+    """
+
+    def __init__(
+        self,
+        part: Sequence[TraceRequest],
+        trace: list[TraceRequest],
+        config: ReplayConfig,
+        counts: Counts,
+        target: Target | None,
+    ) -> None:
+        self.part, self.config, self.counts = part, config, counts
+        self.feed = feed_of(part, config)
+        self.scheduler = make_scheduler(trace, config, counts, target, self.feed.clock)
+        self.state = StateCheck(self.scheduler, config.check, target)
+        self.tree = self.scheduler.tree_cache
+        self.steps = 0
+
+    def run(self, history: list[Step] | None) -> None:
+        """Serve the part; the last check is of every rule."""
+        scheduler, feed, counts, tree = self.scheduler, self.feed, self.counts, self.tree
+        strategy = getattr(tree, "eviction_strategy", None)
+        idle = 0
+        while True:
+            if isinstance(strategy, TTLStrategy):
+                strategy.expire(tree)
+            for index in feed.due(scheduler):
+                scheduler.submit(_generate(index, self.part[index], self.config))
+            if scheduler.is_idle():
+                if not feed.more():
+                    break
+                continue
+            computed, counts.batch = counts.computed, None
+            idle = 0 if scheduler.step() is not None else idle + 1
+            feed.passed(counts.computed - computed)
+            self.steps += 1
+            if history is not None:
+                now = feed.clock.now if feed.clock else self.steps
+                history += filter(None, [step_of(scheduler, counts, now)])
+            scheduler.finished_reqs.clear()
+            if idle > STUCK:
+                raise Violation("PROGRESS", f"{idle} steps in a row launched nothing")
+            self.state.after_step()
+        self.state.every_rule()
+        if self.config.storage is not None:
+            tree.shutdown()
+            tree.storage.drain()
+
+    def moved(self) -> Counter[str]:
+        """Tokens and bytes between the tiers, by the names of the result."""
+        tree = self.tree
+        if not isinstance(tree, CountingHiRadixCache):
+            return Counter()
+        row = tree.token_to_kv_pool_host.get_size_per_token()
+        return Counter(
+            host_hit_tokens=tree.host_hit_tokens,
+            bytes_to_host=tree.written_tokens * row,
+            bytes_to_device=tree.loaded_tokens * row,
+            bytes_to_storage=tree.storage.completed * row,
+        )
+
+
 @torch.inference_mode()  # no autograd beside many small operations: a fifth less time
 def replay(
     requests: Iterable[TraceRequest],
@@ -66,42 +133,27 @@ def replay(
     """
     trace = list(requests)[: config.limit]
     counts = Counts(len(trace), progress)
-    feed = feed_of(trace, config)
     target = None if config.target is None else resolve(config.target)
-    scheduler = make_scheduler(trace, config, counts, target, feed.clock)
-    state = StateCheck(scheduler, config.check, target)
-    tree = scheduler.tree_cache
-    strategy = getattr(tree, "eviction_strategy", None)
     began = time.perf_counter()
-    steps = idle = 0
     gc.collect()
     gc.freeze()  # what is alive now stays so; collections during the run need not look at it
     collect_at = gc.get_threshold()
     gc.set_threshold(COLLECT_AT)
+    lives: list[Life] = []
+    moved: Counter[str] = Counter()
+    parts = (
+        [trace] if config.restart is None else [trace[: config.restart], trace[config.restart :]]
+    )
+    before = 0
     try:
-        while True:
-            if isinstance(strategy, TTLStrategy):
-                strategy.expire(tree)
-            for index in feed.due(scheduler):
-                scheduler.submit(_generate(index, trace[index], config))
-            if scheduler.is_idle():
-                if not feed.more():
-                    break
-                continue
-            computed, counts.batch = counts.computed, None
-            idle = 0 if scheduler.step() is not None else idle + 1
-            feed.passed(counts.computed - computed)
-            steps += 1
-            if history is not None:
-                now = feed.clock.now if feed.clock else steps
-                history += filter(None, [step_of(scheduler, counts, now)])
-            scheduler.finished_reqs.clear()
-            if idle > STUCK:
-                raise Violation("PROGRESS", f"{idle} steps in a row launched nothing")
-            state.after_step()
-        state.every_rule()
+        for part in parts:
+            before = counts.hits
+            lives.append(Life(part, trace, config, counts, target))
+            lives[-1].run(history)
+            moved.update(lives[-1].moved())
     except Exception as error:
         violation = error if isinstance(error, Violation) else _crash(error, target)
+        steps = sum(life.steps for life in lives)
         violation.call = f"step {steps} of the replay, {counts.finished} requests finished"
         if violation is error:
             raise
@@ -109,28 +161,23 @@ def replay(
     finally:
         gc.set_threshold(*collect_at)
         gc.unfreeze()
-    moved: dict[str, int] = {}
-    if isinstance(tree, CountingHiRadixCache):
-        row = tree.token_to_kv_pool_host.get_size_per_token()
-        moved = {
-            "host_hit_tokens": tree.host_hit_tokens,
-            "bytes_to_host": tree.written_tokens * row,
-            "bytes_to_device": tree.loaded_tokens * row,
-        }
+    if config.restart is not None:
+        moved.update(hits_before=before, hits_after=counts.hits - before)
     return ReplayResult(
         requests=counts.finished,
         prompt_tokens=sum(r.input_length for r in trace),
         hit_tokens=counts.hits,
         computed_tokens=counts.computed,
         output_tokens=counts.outputs,
-        evicted_tokens=tree.evicted_tokens,
-        steps=steps,
-        retractions=scheduler.num_retracted_reqs,
-        rows_checked=scheduler.model_runner.check.rows_checked,
-        states_checked=state.checked,
+        evicted_tokens=sum(life.tree.evicted_tokens for life in lives),
+        steps=sum(life.steps for life in lives),
+        retractions=sum(life.scheduler.num_retracted_reqs for life in lives),
+        rows_checked=sum(life.scheduler.model_runner.check.rows_checked for life in lives),
+        states_checked=sum(life.state.checked for life in lives),
         seconds=time.perf_counter() - began,
         kv_kept=config.device_tokens is not None,
-        trace_seconds=feed.clock.now if feed.clock else 0,
+        trace_seconds=sum(life.feed.clock.now for life in lives if life.feed.clock),
+        storage_hit_tokens=counts.storage_hits,
         **moved,
     )
 

@@ -1,5 +1,6 @@
 """What a replay is made of: prompts, trees and an observer that count, the scheduler."""
 
+import json
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,6 +143,7 @@ class Counts(SchedulerObserver):
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.progress = total, progress
         self.finished = self.hits = self.prompts = self.computed = self.outputs = 0
+        self.storage_hits = 0
         self.batch: tuple[str, int, int] | None = None
 
     def on_batch(self, batch: ScheduleBatch) -> None:
@@ -154,6 +156,7 @@ class Counts(SchedulerObserver):
         self.finished += 1
         self.hits += req.cached_tokens or 0
         self.prompts += len(req.origin_input_ids)
+        self.storage_hits += req.storage_hit_length
         self.outputs += len(req.output_ids)
         if self.progress is not None:
             self.progress(self.finished, self.total)
@@ -169,6 +172,18 @@ def model_of(config: ReplayConfig) -> ModelConfig:
         states = BaseLinearStateParams(shape=word, layers=(0,), dtype=kinds)
         return ModelConfig(2, kv_lora_rank=1, mamba2_cache_params=states)
     return ModelConfig(kv_lora_rank=1)
+
+
+def _storage(config: ReplayConfig) -> dict[str, Any]:
+    """Arguments of the server for pages in a directory."""
+    if config.storage is None:
+        return {}
+    options = {"prefetch_threshold": config.page_size, "file_path": config.storage}
+    return {
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(options),
+    }
 
 
 def make_scheduler(
@@ -275,6 +290,7 @@ def make_scheduler(
             mamba_track_interval=config.state_interval,
             mamba_cache_chunk_size=page,
             max_mamba_cache_size=config.states,
+            **_storage(config),
         ),
         model_of(config),
         make_allocator=make_allocator,

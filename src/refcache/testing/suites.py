@@ -153,6 +153,16 @@ class SequencesSuite(PartSuite):
         self.judge("sequences.state")
 
 
+class ThreeTierSuite(PartSuite):
+    """Suites of the part ``storage`` that judge a cache of three tiers."""
+
+    def test_state(self) -> None:
+        self.judge("storage.state")
+
+    def test_faults(self) -> None:
+        self.judge("storage.faults")
+
+
 class OpsSuite(PartSuite):
     """Suites of the part ``ops``."""
 

@@ -8,6 +8,7 @@ from refcache.testing.suites import (
     OpsSuite,
     SequencesSuite,
     StorageSuite,
+    ThreeTierSuite,
     TreeSuite,
 )
 
@@ -38,6 +39,10 @@ class TestStorage(StorageSuite):
 
 class TestSequences(SequencesSuite):
     """Part ``sequences``."""
+
+
+class TestThreeTiers(ThreeTierSuite):
+    """Three tiers of the part ``storage``."""
 
 
 class TestOps(OpsSuite):

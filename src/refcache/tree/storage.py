@@ -32,9 +32,9 @@ from refcache.controller.storage_controller import drained
 from refcache.errors import InvalidArgument
 from refcache.events import MEDIUM_CPU
 from refcache.keys import RadixKey
+from refcache.storage.policy import StoragePolicy, check_stop_policy, parse_extra_config
 from refcache.tree.kv_events import node_hashes
 from refcache.tree.node import TreeNode
-from refcache.tree.storage_policy import StoragePolicy, check_stop_policy, parse_extra_config
 
 SECONDS_A_STEP = 0.01
 """What a step of the scheduler counts for where the tree has no clock that says seconds."""

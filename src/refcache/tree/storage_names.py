@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from refcache.controller import HiCacheController, PrefetchOperation
+from refcache.storage.policy import check_stop_policy
 from refcache.tree.node import TreeNode
 from refcache.tree.storage import Prefetch, TreeStorage
-from refcache.tree.storage_policy import check_stop_policy
 from refcache.types import check_write_policy
 
 
@@ -70,7 +70,7 @@ class StorageNames:
 
         Args:
             storage_backend: a name, or a :class:`refcache.storage.HiCacheStorage`.
-            storage_backend_extra_config_json: see :mod:`refcache.tree.storage_policy`.
+            storage_backend_extra_config_json: see :mod:`refcache.storage.policy`.
 
         Returns:
             Whether it is attached, and a sentence. When it is not, nothing has changed.

@@ -3,7 +3,8 @@
 Letters group them: S shape of the tree, T residency, L and K locks, A accounting, P device pages, R
 request rows, C content, M match and insert, E eviction, AL allocation, N names and events, H host
 slots, MB recurrent states, SW window slots, X copies in flight, Q and B load-back, W writes to the
-host, OF offloading managers, SB storage backends, SQ sequences, Z whole operations.
+host, OF offloading managers, SB storage backends, SQ sequences, ST storage below the host, Z whole
+operations.
 
 The sentence of a rule about a state stands on its check, in :mod:`refcache.oracle.rules.tree`,
 :mod:`refcache.oracle.rules.pages`, :mod:`refcache.oracle.rules.host`,
@@ -52,6 +53,20 @@ _SENTENCES: dict[str, str] = {
     "SB8": "after a crash and a restart each file belongs to a page that is found, within bounds",
     "SB9": "a file of somebody else in the directory of a store stays as it is",
     "SB10": "engines that differ in rank, model or layout never get each other's pages",
+    "ST1": "a prefetch brings only pages that the store was given under their keys",
+    "ST2": "what is stored under one key is one page: equal keys, equal bytes",
+    "ST4": "when everything is over no host slot belongs to a prefetch: each is free or a node's, "
+    "also after an abort, a detach and a reset",
+    "ST5": "the tokens that prefetches are said to occupy are those of the prefetches that go on",
+    "ST7": "a storage thread reads and writes no host slot that is free",
+    "ST8": "what a prefetch has brought is on the host when its request may go: a prefix of the "
+    "hit, in its namespace; all of the hit where it waits and nothing fails",
+    "ST9": "whatever a store does, every request may be scheduled within its policy's bound, and "
+    "every write is acknowledged",
+    "ST10": "when every write is acknowledged and no fault was met, each page on the host that was "
+    "submitted is stored",
+    "ST12": "a store can be attached and detached at any time; nothing goes on in storage after a "
+    "detach or a reset",
     "OP1": "a copy leaves the reference's bytes everywhere: in the rows it names, in all others, "
     "and before and behind each buffer",
     "OP2": "an allocation op returns the reference's slots",

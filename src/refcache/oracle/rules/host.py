@@ -7,7 +7,7 @@ and device slots must keep their owner until it is acknowledged (X1, X2).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,8 @@ class HostState:
         in_flight: every copy that is not acknowledged, as it was submitted.
         threshold: hits until a node is written, or None when hits do not count.
         no_room: a write found no host room (or a parent without a copy) since the cache was empty.
+        lent: host slots of prefetches, from their allocation until a node has them or they are
+            freed.
     """
 
     state: State
@@ -48,6 +50,7 @@ class HostState:
     in_flight: Sequence[InFlight]
     threshold: int | None = None
     no_room: bool = False
+    lent: Collection[int] = ()
 
 
 HostCheck = Callable[[HostState], Iterator[str]]
@@ -62,9 +65,9 @@ def check_host_state(state: HostState) -> None:
             raise Violation(rule, evidence)
 
 
-@host_invariant("H1", "each host slot has exactly one owner: free, or one node")
+@host_invariant("H1", "each host slot has exactly one owner: free, one node, or a prefetch")
 def _every_host_slot_has_one_owner(s: HostState) -> Iterator[str]:
-    owners = Counter(s.host.free.tolist())
+    owners = Counter([*s.host.free.tolist(), *s.lent])
     for node in s.state.view.nodes:
         if node.host is not None:
             owners.update(node.host.tolist())
@@ -73,7 +76,7 @@ def _every_host_slot_has_one_owner(s: HostState) -> Iterator[str]:
     free = set(s.host.free.tolist())
     for slot in sorted({*range(s.host.size), *owners}):
         if owners[slot] != 1 or not 0 <= slot < s.host.size:
-            named = ["the free list"] * (slot in free)
+            named = ["the free list"] * (slot in free) + ["a prefetch"] * (slot in s.lent)
             for index, node in enumerate(s.state.view.nodes):
                 if node.host is not None and slot in node.host.tolist():
                     named.append(s.state.name(index))
@@ -159,7 +162,7 @@ def _device_pages_in_flight_keep_their_owner(s: HostState) -> Iterator[str]:
 def _keep_their_owner(s: HostState, tier: str, which: int) -> Iterator[str]:
     size, nodes = s.state.page_size, s.state.view.nodes
     for transfer in s.host.transfers:  # also those that were given up in the call that began them
-        for handle in transfer.handles:
+        for handle in transfer.handles if tier in transfer.tiers else ():
             index = s.state.place.get(handle, -1)
             mine = None if index < 0 else getattr(nodes[index], tier)
             if mine is None:

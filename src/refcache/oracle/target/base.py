@@ -11,6 +11,7 @@ declares *capabilities*, and a suite that needs more than it has is skipped and 
 * ``swa``: :meth:`Target.swa` makes a tree over a full and a sliding-window pool;
 * ``minimal_evict``: ``evict`` stops as soon as enough is free;
 * ``hicache``: :meth:`Target.hicache` makes a two-tier cache on a simulated machine;
+* ``storage_tier``: that cache has storage below it (:meth:`Target.attach_storage`);
 * ``streams``: its two-tier classes are refcache's: the ordering edges can be tried one by one;
 * ``fences``: copies are ordered against forwards by streams alone. Without it the state suite waits
   for each forward before it goes on, as a loop without overlap does;
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from refcache.oracle.view.tree import TreeView
     from refcache.reference.cases import TransferCase
 
+SOON = '"prefetch_timeout_base": 0.03}'
+"""Stop policy "timeout": a few steps of a clock that counts them."""
 CAPABILITIES = frozenset(
     {
         "allocator",
@@ -81,6 +84,7 @@ CAPABILITIES = frozenset(
         "storage",
         "durable",
         "sequences",
+        "storage_tier",
     }
 )
 
@@ -196,6 +200,29 @@ class Target:
     def inspect_host(self, tree: Any) -> "HostView":
         """The host tier of ``tree`` (capability ``hicache``)."""
         raise NotImplementedError
+
+    def attach_storage(self, tree: Any, store: Any, config: Any) -> bool:
+        """Attach ``store`` below a two-tier cache (capability ``storage_tier``).
+
+        Threads that talk to it are threads of the cache's simulated machine. By default with
+        SGLang's own call, which is given the store itself.
+
+        Args:
+            store: a :class:`refcache.storage.HiCacheStorage`.
+            config: a :class:`refcache.oracle.target.config.StorageTierConfig`.
+        """
+        options = f'{{"prefetch_threshold": {config.prefetch_threshold}, ' + SOON
+        attached: bool = tree.attach_storage_backend(store, options, None, config.stop_policy)[0]
+        if config.batch is not None:
+            tree.cache_controller.storage_batch_size = config.batch
+        return attached
+
+    def page_keys(self, tokens: Sequence[int], extra_key: str | None, config: Any) -> list[str]:
+        """Under which keys the pages of a prefix are stored (capability ``storage_tier``)."""
+        from refcache.keys import page_hashes
+
+        key = RadixKey(list(tokens), extra_key, is_bigram=config.is_eagle)
+        return page_hashes(key, config.page_size)
 
     def offload(self, config: CacheConfig) -> "OffloadManager":
         """A fresh manager of ``config.pages`` blocks (capability ``offload``).

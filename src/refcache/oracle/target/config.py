@@ -190,6 +190,22 @@ class MambaParts(NamedTuple):
     planes: Any
 
 
+@dataclass(frozen=True)
+class StorageTierConfig(HiCacheConfig):
+    """How a cache of three tiers under test is built.
+
+    ``stop_policy``: of prefetches, whose tokens are at least ``prefetch_threshold``. ``batch``:
+    pages that the controller moves at once; None: as many as it likes. ``fault_rate``: of each
+    kind of fault of the store, of 1, by ``fault_seed``; it is for the suite itself.
+    """
+
+    stop_policy: str = "wait_complete"
+    prefetch_threshold: int = 1
+    batch: int | None = None
+    fault_rate: float = 0.0
+    fault_seed: int = 0
+
+
 class HiCacheParts(NamedTuple):
     """What a target makes: a tree over ``allocator`` and ``rows``, whose KV is in ``pool``.
 

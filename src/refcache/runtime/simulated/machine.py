@@ -206,6 +206,7 @@ class SimulatedRuntime:
         writes: Iterable[Region] = (),
     ) -> None:
         self._yield("call")
+        self._resolve(self.host.clock)
         access = self._access(self.host, name)
         if self.tracker is not None:
             self.tracker.run(access, self.tracker.issue(access, reads, writes))

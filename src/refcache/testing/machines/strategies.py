@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from refcache.oracle.target.traits import Traits
 from refcache.reference import LAYOUTS
-from refcache.types import EVICTION_POLICIES, WRITE_POLICIES
+from refcache.types import EVICTION_POLICIES, PREFETCH_STOP_POLICIES, WRITE_POLICIES
 
 PAGE_SIZES = (1, 2, 4)
 
@@ -144,6 +144,21 @@ def hicache_configs(draw: st.DrawFn) -> dict[str, Any]:
         "reentrant": draw(st.sampled_from([False, False, True])),
         "small_loads": draw(st.booleans()),
         "hit_policy": draw(st.sampled_from(["per_visit", "per_visit", "per_request"])),
+    }
+
+
+@st.composite
+def tier_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of a cache of three tiers: prefetches have room on the host."""
+    config = draw(hicache_configs())
+    page_size = config["page_size"]
+    return config | {
+        "host_size": config["size"] + page_size * draw(st.sampled_from([4, 12, 40])),
+        "write_policy": draw(st.sampled_from(["write_through", *WRITE_POLICIES])),
+        "delay": True,
+        "stop_policy": draw(st.sampled_from(PREFETCH_STOP_POLICIES)),
+        "prefetch_threshold": draw(st.sampled_from([1, 1, 4])),
+        "batch": draw(st.sampled_from([1, 2, None])),
     }
 
 

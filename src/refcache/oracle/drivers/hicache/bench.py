@@ -6,7 +6,7 @@ orders.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,18 @@ class HiCacheBench(TreeBench):
         in_flight: copies that are not acknowledged, by (kind, op), as they were submitted.
         no_room: the host pool refused twice in a row since the cache was empty.
         faults: who makes inner steps fail, if the configuration asks for it.
+        lent: host slots of prefetches from storage, where there is storage.
     """
 
     config: HiCacheConfig
     forwards: LaunchedForwards
     events: TierEvents | None
+    lent: Collection[int] = ()
+
+    @property
+    def hits_until_written(self) -> int | None:
+        """W1: what the policy says."""
+        return HITS_UNTIL_WRITTEN[self.config.write_policy]
 
     def build(self) -> None:
         c = self.config
@@ -255,8 +262,9 @@ class HiCacheBench(TreeBench):
                 host,
                 prefix_closed=c.write_policy != "write_back",
                 in_flight=list(self.in_flight.values()),
-                threshold=HITS_UNTIL_WRITTEN[c.write_policy],
+                threshold=self.hits_until_written,
                 no_room=self.no_room,
+                lent=self.lent,
             )
         )
 
@@ -264,6 +272,8 @@ class HiCacheBench(TreeBench):
         """The host page and the device page of each prefix that a copy moves."""
         size = self.page_size
         pages: dict[Prefix, tuple[int, int]] = {}
+        if "device" not in transfer.tiers:
+            return pages
         for index, names in state.view.pages(size):
             node = state.view.nodes[index]
             if (

@@ -1,0 +1,1 @@
+"""Machines of the part ``storage``: backends, and a cache of three tiers."""
