@@ -21,7 +21,11 @@ from refcache.peers.others.named import TARGETS
 from refcache.testing import run_suite
 
 FOLDER = Path(sources.__file__).parent
-ADAPTERS = {"vllm_offload.py": ("Manager", 40), "lmcache_backend.py": ("Blocks", 40)}
+ADAPTERS = {
+    "vllm_offload.py": ("Manager", 40),
+    "lmcache_backend.py": ("Blocks", 40),
+    "nano_vllm.py": ("Blocks", 25),
+}
 VERDICTS = {
     "vllm:offload-lru": None,
     "vllm:offload-arc": None,
@@ -147,3 +151,24 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("REFCACHE_PEER_LMCACHE", str(tmp_path))
     with pytest.raises(MissingExtra, match="REFCACHE_PEER_LMCACHE"):
         sources.module("lmcache", "utils")
+
+
+def test_sequences_of_nano_vllm() -> None:
+    result = run_suite("sequences.state", resolve(present("nanovllm:blocks")), max_examples=30)
+    assert result.verdict == "ok", result.failure and result.failure.text
+
+
+def test_a_bug_planted_into_nano_vllm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free that ignores the count: what two sequences share is taken by a third."""
+    target = resolve(present("nanovllm:blocks"))
+    found = sources.module("nanovllm", "engine.block_manager").BlockManager
+    original = found.deallocate
+
+    def deallocate(self: Any, seq: Any) -> None:
+        for block in seq.block_table:
+            self.blocks[block].ref_count = 1
+        original(self, seq)
+
+    monkeypatch.setattr(found, "deallocate", deallocate)
+    failure = run_suite("sequences.state", target, shrink=False).failure
+    assert failure is not None

@@ -9,6 +9,7 @@ that: no module on trial calls them, except those whose behaviour is defined her
 * ``psutil.virtual_memory``: the free-memory probe of the host pool, which asks for 10 GB to spare.
 * ``torch.cuda.cudart``: registering host memory succeeds and does nothing (on a machine without a
   GPU only).
+* ``xxhash.xxh64``: another hash of 64 bits.
 * the device module of the engine (:mod:`refcache.peers.device`), returned by its own
   ``get_device_module``.
 
@@ -21,6 +22,7 @@ import importlib.machinery
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -144,6 +146,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == "psutil":
             probe = SimpleNamespace(available=FREE_MEMORY, total=FREE_MEMORY)
             module.virtual_memory = lambda: probe  # type: ignore[attr-defined]
+        if module.__name__ == "xxhash":
+            module.xxh64 = Hash64  # type: ignore[attr-defined]
+
+
+class Hash64:
+    """A hash of 64 bits with the methods of ``xxhash.xxh64``."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=8)
+        self.update = self._hash.update
+
+    def intdigest(self) -> int:
+        return int.from_bytes(self._hash.digest(), "little")
 
 
 class _Cudart:

@@ -14,6 +14,7 @@ BUILT_IN = {
 FAMILIES = {
     "sglang": "refcache.peers:peer_target",
     "vllm": "refcache.peers.others.named:other_target",
+    "nanovllm": "refcache.peers.others.named:other_target",
     "lmcache": "refcache.peers.others.named:other_target",
     "storage": "refcache.oracle.target.backends:storage_target",
 }

@@ -1,1 +1,1 @@
-"""Caches of other engines, unmodified, as targets: ``vllm:NAME``, ``lmcache:NAME``."""
+"""Caches of other engines, unmodified, as targets: ``vllm:NAME``, ``nanovllm:NAME``, and so on."""

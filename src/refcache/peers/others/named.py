@@ -11,6 +11,7 @@ TARGETS = {
     "vllm:offload-tiers": "vllm_offload:TieredOffload",
     "lmcache:tensor": "lmcache_pages:TensorPages",
     "lmcache:paged": "lmcache_pages:PagedPages",
+    "nanovllm:blocks": "nano_vllm:NanoVllm",
     "lmcache:backend": "lmcache_backend:Backend",
     "lmcache:backend+partial": "lmcache_backend:Partial",
     "lmcache:backend-paged": "lmcache_backend:PagedBackend",

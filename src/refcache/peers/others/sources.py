@@ -15,8 +15,10 @@ from types import ModuleType
 from refcache.errors import MissingExtra
 from refcache.peers import releases, standins
 
-RELEASES = {"vllm": "0.33.0", "lmcache": "0.5.6"}
-"""The releases that the adapters are written for, by package."""
+RELEASES = {"vllm": "0.33.0", "lmcache": "0.5.6", "nanovllm": "bb823b3"}
+"""The releases or commits that the adapters are written for, by package."""
+CALLED = {"nanovllm": "nano-vllm"}
+"""An engine's name, where its package has another one."""
 STAND_INS = {
     "vllm": (
         "psutil", "vllm.distributed", "vllm.env_override", "vllm.logger", "vllm.platforms",
@@ -29,13 +31,20 @@ STAND_INS = {
         "lmcache.v1.storage_backend.gds_backend", "lmcache.v1.storage_backend.local_disk_backend",
         "lmcache.v1.storage_backend.p2p_backend", "lmcache.v1.storage_backend.remote_backend",
     ),
+    "nanovllm": ("xxhash", "nanovllm.llm"),
 }  # fmt: skip
 
 
 def folder(engine: str) -> Path:
     """Where an engine's package is looked for."""
-    named = os.environ.get(f"REFCACHE_PEER_{engine.upper()}")
-    return Path(named) if named else releases.root() / f"{engine}-{RELEASES[engine]}"
+    named = os.environ.get(variable(engine))
+    called = f"{CALLED.get(engine, engine)}-{RELEASES[engine]}"
+    return Path(named) if named else releases.root() / called
+
+
+def variable(engine: str) -> str:
+    """The environment variable that names an engine's folder."""
+    return "REFCACHE_PEER_" + CALLED.get(engine, engine).upper().replace("-", "_")
 
 
 def present(engine: str) -> bool:
@@ -52,7 +61,7 @@ def module(engine: str, name: str) -> ModuleType:
     if not present(engine):
         raise MissingExtra(
             f"{engine} {RELEASES[engine]} is not in {folder(engine)}: unpack its source "
-            f"distribution there, or name its folder in REFCACHE_PEER_{engine.upper()}"
+            f"distribution there, or name its folder in {variable(engine)}"
         )
     full = f"{engine}.{name}"
     if full not in sys.modules:

@@ -15,9 +15,14 @@ class RequestCache:
     an abort is dropped here, as the engines do that know their requests by number.
     """
 
-    def __init__(self) -> None:
-        self.requests: dict[int, Any] = {}
-        self.lengths: dict[int, int] = {}
+    requests: dict[int, Any]
+    lengths: dict[int, int]
+
+    def __new__(cls, *_: Any, **__: Any) -> "RequestCache":
+        """An adapter's ``__init__`` need not call this class's."""
+        made = super().__new__(cls)
+        made.requests, made.lengths = {}, {}
+        return made
 
     # ---- what an adapter says --------------------------------------------------------------------
 
