@@ -27,7 +27,22 @@ of_one_rank = {
     "get_tensor_model_parallel_world_size": lambda: 1,
 }
 vars(target.engine.module("managers.cache_controller")).update(of_one_rank)
+UNIFIED = sys.argv[1] == "0.5.23"  # one tree for all models, whose requests and nodes have handles
+if UNIFIED:
+    target.engine.module("runtime_context").get_parallel().override_permanently(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_rank=0, attn_dcp_rank=0
+    )
 THRESHOLD = '{"prefetch_threshold": 2}'
+
+
+class Passed:
+    """An allocator as a recording one shows it, without the recording."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
 
 class Cache:
@@ -36,7 +51,8 @@ class Cache:
     def __init__(self, policy="best_effort", attach=True):
         machine = ImmediateRuntime()
         config = HiCacheConfig(page_size=2, size=16, host_size=34)
-        self.parts = target.hicache(config, machine, machine.Stream(), lambda one: one)
+        wrap = Passed if UNIFIED else lambda one: one
+        self.parts = target.hicache(config, machine, machine.Stream(), wrap)
         self.tree, self.host = self.parts.tree, self.parts.host_pool
         self.host.pin_memory = False  # there is no card; the buffers are made
         self.controller = self.tree.cache_controller
@@ -68,14 +84,25 @@ class Cache:
         return len(found.device_indices) + found.host_hit_length
 
     def prefetch(self, rid, tokens):
-        self.tree.prefetch_from_storage(rid, self.tree.root_node, list(tokens), None)
+        root = self.tree.root_node_handle() if UNIFIED else self.tree.root_node
+        self.tree.prefetch_from_storage(self.named(rid), root, list(tokens), None)
+
+    def named(self, rid):
+        if not UNIFIED:
+            return rid
+        return target.engine.module("mem_cache.base_prefix_cache").CacheRequestHandle(rid, 0)
+
+    def operation(self, rid):
+        return self.tree.ongoing_prefetch[self.named(rid)][3]
 
     def scheduled(self, rid, seconds=8.0):
-        return self.poll_until(lambda: self.tree.check_prefetch_progress(rid), seconds)
+        return self.poll_until(lambda: self.tree.check_prefetch_progress(self.named(rid)), seconds)
 
     def wait(self, done, seconds=5.0):
         end = time.monotonic() + seconds
         while not done() and time.monotonic() < end:
+            if UNIFIED:  # a query is answered, and its slots are taken, in a step of the scheduler
+                self.tree.check_hicache_events()
             time.sleep(0.01)
         return bool(done())
 
@@ -142,7 +169,7 @@ def detach_in_flight():
     first.tree.detach_storage_backend()
     cache = Cache("wait_complete")
     cache.prefetch("r", [1, 2, 3, 4, 5, 6, 7, 8])
-    operation = cache.tree.ongoing_prefetch["r"][3]
+    operation = cache.operation("r")
     assert cache.wait(lambda: operation.completed_tokens == 6)
     cache.tree.detach_storage_backend()
     return {"free": cache.host.available_size(), "size": cache.host.size}
@@ -156,7 +183,7 @@ def reset_in_flight():
     before = alive()
     cache = Cache("wait_complete")
     cache.prefetch("r", [1, 2, 3, 4, 5, 6, 7])
-    operation = cache.tree.ongoing_prefetch["r"][3]
+    operation = cache.operation("r")
     assert cache.wait(lambda: operation.completed_tokens == 6)
     cache.tree.reset()
     facts = {
@@ -164,7 +191,7 @@ def reset_in_flight():
         "going on": len(cache.tree.ongoing_prefetch),
         "occupied": cache.controller.prefetch_tokens_occupied,
     }
-    cache.tree.check_prefetch_progress("r")
+    cache.tree.check_prefetch_progress(cache.named("r"))
     return facts | {"found after reset": cache.match([1, 2, 3, 4, 5, 6])}
 
 

@@ -1,4 +1,5 @@
-"""The storage tier of SGLang 0.5.10 in known bug sequences, on a CPU and with its own threads.
+"""The storage tier of SGLang 0.5.10 in known bug sequences, on a CPU and with its own threads; and
+that of 0.5.23, which is right in most.
 
 The same sequences are right here: ``tests/property/test_storage_sequences.py``.
 """
@@ -75,3 +76,21 @@ def test_t17_a_failed_attach_has_changed_the_policies():
         "before": ["best_effort", "write_through"],
         "after": ["timeout", "write_back"],
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("sequence", "right"),
+    [
+        ("torn_file", {"torn becomes schedulable": True, "thread lives": True,
+                       "next becomes schedulable": True}),
+        ("split_before_ack", {"stored": [True, True, True], "hit": 3}),
+        ("namespaces", {"files of the first": 2, "files of both": 4}),
+        ("reset_in_flight", {"threads that read": 1, "going on": 0, "occupied": 0,
+                             "found after reset": 0}),
+        ("failed_attach", {"ok": False, "before": ["best_effort", "write_through"],
+                           "after": ["best_effort", "write_through"]}),
+    ],
+)  # fmt: skip
+def test_a_later_release_is_right(sequence, right):
+    assert seen("0.5.23", sequence) == right
