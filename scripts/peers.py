@@ -1,24 +1,33 @@
-"""Unpack published SGLang releases and put each on trial: what ``make peers`` runs.
+"""Unpack published releases and put each on trial: what ``make peers`` runs.
 
-``python scripts/peers.py unpack`` downloads each release's wheel (40 to 60 MB, no dependencies) and
-unpacks it below ``.peers`` (or ``$REFCACHE_PEERS``); what is there stays. ``verdicts`` prints one
+``python scripts/peers.py unpack`` downloads the wheels of SGLang's releases (40 to 60 MB each, no
+dependencies) and the sources of vLLM and LMCache (47 and 9 MB, Python files only) and unpacks them
+below ``.peers`` (or ``$REFCACHE_PEERS``); what is there stays. ``verdicts`` prints one
 row a target, suite and write policy with the ``refcache check`` call that gives it, each target in
 a process of its own, and exits with 0: a violation of a release is a result. ``--examples N`` sets
 the cases of a row; its failing program follows it with ``--explain``.
 """
 
 import argparse
+import hashlib
+import io
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
+import urllib.parse
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 from refcache.oracle import resolve
 from refcache.peers import VERSIONS, releases
+from refcache.peers.others import sources
+from refcache.peers.others.sources import RELEASES, present
 from refcache.testing import run_suite
 from refcache.testing.registry import SUITES, draws_write_policies
 from refcache.types import WRITE_POLICIES
@@ -36,6 +45,9 @@ TARGETS = {
     "sglang:0.5.23+overlap": ("hicache.state",),
     "sglang:0.5.23+events": ("tree.state",),
     "sglang:0.5.23+kernels": ("allocator.state",),
+    **{f"vllm:offload-{manager}": ("offload.state",) for manager in ("lru", "arc", "tiers")},
+    "lmcache:backend": ("offload.state",),
+    "lmcache:backend-paged+partial": ("offload.state",),
 }
 """What is run on which target: releases as they are, and held to more (``+variant``)."""
 
@@ -57,7 +69,50 @@ def unpack() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         print(f"sglang {version}: unpacked in {folder}")
+    for engine, version in RELEASES.items():
+        if present(engine):
+            print(f"{engine} {version}: in {sources.folder(engine)}")
+            continue
+        try:
+            unpack_sources(engine, version)
+        except (OSError, ValueError) as error:
+            print(f"{engine} {version}: {error}", file=sys.stderr)
+            return 1
+        print(f"{engine} {version}: unpacked in {sources.folder(engine)}")
     return 0
+
+
+def unpack_sources(engine: str, version: str) -> None:
+    """The Python files of a source distribution, by the package index's own page.
+
+    pip would build it to learn its name, which needs a compiler and CUDA.
+
+    Raises:
+        ValueError: the index has none, or another one than it says.
+    """
+    index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
+    page = f"{index}/{engine}/"
+    with urllib.request.urlopen(page) as answer:
+        links = re.findall(r'href="([^"]+)"', answer.read().decode())
+    name = f"{engine}-{version}.tar.gz"
+    link = next((one for one in links if one.partition("#")[0].endswith(f"/{name}")), None)
+    if link is None:
+        raise ValueError(f"{page}: no {name}")
+    url, _, digest = urllib.parse.urljoin(page, link).partition("#sha256=")
+    with urllib.request.urlopen(url) as answer:
+        packed = answer.read()
+    if digest and hashlib.sha256(packed).hexdigest() != digest:
+        raise ValueError(f"{url}: not the file that {page} names")
+    folder = releases.root() / f"{engine}-{version}"
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        inside = f"{engine}-{version}/{engine}/"
+        wanted = [m for m in archive if m.name.startswith(inside) and m.name.endswith(".py")]
+        archive.extractall(partial, wanted, filter="data")
+    shutil.rmtree(folder, ignore_errors=True)
+    (partial / f"{engine}-{version}").rename(folder)
+    shutil.rmtree(partial)
 
 
 @dataclass(frozen=True)
