@@ -1,6 +1,6 @@
 """The prefix trees: which KV is cached where, what is locked, what goes first."""
 
-from refcache.tree.chunk_cache import ChunkCache, SWAChunkCache
+from refcache.tree.components.chunk_cache import ChunkCache, SWAChunkCache
 from refcache.tree.hiradix_cache import HiRadixCache
 from refcache.tree.mamba_radix_cache import MambaRadixCache
 from refcache.tree.node import TreeNode
