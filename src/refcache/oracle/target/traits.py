@@ -26,6 +26,8 @@ class Traits:
         dummy_page: a page number that is never handed out, or None; with None pages count from 0.
         slot_dtype: of the slots that an allocator gives: ``"int64"`` or ``"int32"``.
         loses_children: a cached page may outlive the page before it, which makes it unreachable.
+        forgets_duplicates: of two pages with the same KV, the end of one may take away what the
+            other is found by.
         windows: the sliding window of each group of layers in tokens, None for full attention. With
             more than one group, ``table`` gives one table a group, and a page belongs to one group.
         host_tier: whether :meth:`Target.sequences` can build a cache with ``host_size``.
@@ -41,6 +43,7 @@ class Traits:
     dummy_page: int | None = 0
     slot_dtype: str = "int64"
     loses_children: bool = False
+    forgets_duplicates: bool = False
     windows: tuple[int | None, ...] = (None,)
     host_tier: bool = False
 

@@ -60,6 +60,7 @@ class NanoVllm(Target):
         caches_when="computed",
         dummy_page=None,
         loses_children=True,
+        forgets_duplicates=True,
     )
 
     def sequences(self, config: CacheConfig) -> Blocks:

@@ -63,6 +63,7 @@ class Contents:
         self.page_size, self.ahead, self.kv = page_size, int(eagle), kv
         self.origins: dict[Place, Origin] = {}
         self.told: set[Origin] = set()
+        self._pages: dict[tuple[int, Origin], set[int]] = {}
         self._made: dict[tuple[Origin, int], Any] = {}
 
     def origin(self, seq: Running, position: int) -> Origin:
@@ -88,7 +89,13 @@ class Contents:
                 if position < start and (before is None or len(before.tokens) > position + 1):
                     continue  # its pair is known
                 self.origins[place] = origin
+                self._pages.setdefault((group, origin), set()).add(place[1])
                 self._write_rows(place, origin)
+
+    def doubled(self, seq: Running, position: int) -> bool:
+        """Whether the KV of a token was ever written to two pages of a group."""
+        origin = self.origin(seq, position)
+        return any(len(self._pages.get((g, origin), ())) > 1 for g in range(len(seq.tables)))
 
     def tell(self, seq: Running, end: int) -> None:
         """The cache is told of the result of the first ``end`` tokens."""
