@@ -77,7 +77,7 @@ def test_every_row_is_a_suite_that_its_target_is_asked_for() -> None:
         variant = target.partition("+")[2]
         assert {*suites} <= {*SUITES}
         assert "hicache.streams" not in suites  # the edges, of refcache's own classes
-        assert variant in releases.VARIANTS
+        assert variant in releases.VARIANTS or not target.startswith("sglang")
 
 
 class Overlaps(RefcacheTarget):

@@ -248,7 +248,10 @@ def test_exact_judges_a_target_that_does_not_declare_it(
         (["--planted", "evict-to-much"], "bug 'evict-to-much': did you mean 'evict-too-much'?"),
         (["--max-examples", "0"], "Invalid value for '--max-examples'"),
         (["--seed", "x"], "Invalid value for '--seed'"),
-        (["nope"], "target 'nope': expected one of refcache, naive, sglang[:VERSION], pkg"),
+        (
+            ["nope"],
+            "target 'nope': expected one of refcache, naive, sglang[:VERSION], storage:BACKEND",
+        ),
         (["nope.nope:x"], "target 'nope.nope:x' does not import"),
         (["broken_target:x"], "target 'broken_target:x' does not import: ZeroDivisionError"),
         (["os:sep"], "target 'os:sep': os has no factory"),

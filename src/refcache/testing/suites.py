@@ -100,6 +100,32 @@ class TreeSuite(PartSuite):
         self.judge("tree.explore")
 
 
+class MambaSuite(PartSuite):
+    """Suites of the part ``mamba``: trees of recurrent states."""
+
+    def test_state(self) -> None:
+        self.judge("mamba.state")
+
+    def test_misuse(self) -> None:
+        self.judge("mamba.misuse")
+
+    def test_exact(self) -> None:
+        self.judge("mamba.exact")
+
+
+class SWASuite(PartSuite):
+    """Suites of the part ``swa``: trees of sliding windows."""
+
+    def test_state(self) -> None:
+        self.judge("swa.state")
+
+    def test_misuse(self) -> None:
+        self.judge("swa.misuse")
+
+    def test_exact(self) -> None:
+        self.judge("swa.exact")
+
+
 class LoopSuite(PartSuite):
     """Suites of the part ``loop``."""
 

@@ -4,10 +4,12 @@ from refcache.testing.suites import (
     AllocatorSuite,
     HiCacheSuite,
     LoopSuite,
+    MambaSuite,
     OffloadSuite,
     OpsSuite,
     SequencesSuite,
     StorageSuite,
+    SWASuite,
     ThreeTierSuite,
     TreeSuite,
 )
@@ -19,6 +21,14 @@ class TestAllocator(AllocatorSuite):
 
 class TestTree(TreeSuite):
     """Part ``tree``."""
+
+
+class TestMamba(MambaSuite):
+    """Part ``mamba``."""
+
+
+class TestSWA(SWASuite):
+    """Part ``swa``."""
 
 
 class TestLoop(LoopSuite):

@@ -42,17 +42,17 @@ class Manager:
         answer = self.manager.prepare_store(self.keys(keys), request)
         if answer is None:
             return None
-        stored = [self.base.get_offload_block_hash(key) for key in answer.keys_to_store]
-        self.requests |= dict.fromkeys(stored, request)
-        return dict(zip(stored, answer.store_spec.block_ids.tolist(), strict=True))
+        stored = map(self.base.get_offload_block_hash, answer.keys_to_store)
+        slots = dict(zip(stored, answer.store_spec.block_ids.tolist(), strict=True))
+        self.requests |= dict.fromkeys(slots, request)
+        return slots
 
     def complete_store(self, keys: Sequence[Key], ok: bool) -> None:
         self.manager.complete_store(self.keys(keys), self.requests[keys[0]], ok)
 
     def prepare_load(self, keys: Sequence[Key]) -> list[int]:
         spec = self.manager.prepare_load(self.keys(keys), self.request())
-        slots: list[int] = spec.block_ids.tolist()
-        return slots
+        return [*map(int, spec.block_ids)]
 
     def complete_load(self, keys: Sequence[Key]) -> None:
         self.manager.complete_load(self.keys(keys), self.request())
@@ -66,8 +66,8 @@ class Manager:
 
     def events(self) -> list[tuple[str, Key]]:
         seen = [event for event in self.manager.take_events() if not event.metadata_only]
-        kinds = [("removed" if event.removed else "stored", event.keys) for event in seen]
-        return [(kind, key[:-4]) for kind, keys in kinds for key in keys]
+        kinds = ("stored", "removed")
+        return [(kinds[event.removed], key[:-4]) for event in seen for key in event.keys]
 
 
 class Tiers(Manager):

@@ -271,7 +271,7 @@ BUGS = (
         STATE,
     ),
     PlantedBug(
-        "tail-released-twice",
+        "prefetch-tail-released-twice",
         "sglang#13483",
         "the host slots beyond the hit are released at once, and again at the end",
         f"{CONTROLLER}._admit",
