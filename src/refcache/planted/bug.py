@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from refcache.errors import InvalidArgument
@@ -61,6 +62,8 @@ class PlantedBug:
         owner: Any = importlib.import_module(module_name)
         for name in classes:
             owner = getattr(owner, name)
+        if isinstance(owner, ModuleType):
+            getattr(owner, attribute, None)  # a name that its package imports at first use
         if attribute not in vars(owner):
             raise InvalidArgument(f"planted bug {self.name}: {self.where} does not exist")
         return owner, attribute

@@ -66,8 +66,7 @@ class Manager:
 
     def events(self) -> list[tuple[str, Key]]:
         seen = [event for event in self.manager.take_events() if not event.metadata_only]
-        kinds = ("stored", "removed")
-        return [(kinds[event.removed], key[:-4]) for event in seen for key in event.keys]
+        return [("removed" if e.removed else "stored", key[:-4]) for e in seen for key in e.keys]
 
 
 class Tiers(Manager):
