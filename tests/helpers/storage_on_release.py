@@ -13,26 +13,33 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(tempfile.mkdtemp())
-os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(FOLDER)
+from refcache.oracle import resolve
+from refcache.oracle.target.config import HiCacheConfig
+from refcache.runtime import ImmediateRuntime
 
-from refcache.oracle import resolve  # noqa: E402
-from refcache.oracle.target.config import HiCacheConfig  # noqa: E402
-from refcache.runtime import ImmediateRuntime  # noqa: E402
-
-target = resolve(f"sglang:{sys.argv[1]}")
-of_one_rank = {
-    "is_dp_attention_enabled": lambda: False,
-    "get_tensor_model_parallel_rank": lambda: 0,
-    "get_tensor_model_parallel_world_size": lambda: 1,
-}
-vars(target.engine.module("managers.cache_controller")).update(of_one_rank)
-UNIFIED = sys.argv[1] == "0.5.23"  # one tree for all models, whose requests and nodes have handles
-if UNIFIED:
-    target.engine.module("runtime_context").get_parallel().override_permanently(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_rank=0, attn_dcp_rank=0
-    )
+FOLDER: Path  # of the store's files
+target = None
+UNIFIED = False  # one tree for all models, whose requests and nodes have handles
 THRESHOLD = '{"prefetch_threshold": 2}'
+
+
+def start(version):
+    """Name the release and an empty folder; this is for a process of its own."""
+    global FOLDER, UNIFIED, target
+    FOLDER = Path(tempfile.mkdtemp())
+    os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(FOLDER)
+    target = resolve(f"sglang:{version}")
+    of_one_rank = {
+        "is_dp_attention_enabled": lambda: False,
+        "get_tensor_model_parallel_rank": lambda: 0,
+        "get_tensor_model_parallel_world_size": lambda: 1,
+    }
+    vars(target.engine.module("managers.cache_controller")).update(of_one_rank)
+    UNIFIED = version == "0.5.23"
+    if UNIFIED:
+        target.engine.module("runtime_context").get_parallel().override_permanently(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_rank=0, attn_dcp_rank=0
+        )
 
 
 class Passed:
@@ -224,6 +231,7 @@ def split_while_written():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    start(sys.argv[1])
     print(json.dumps(globals()[sys.argv[2]]()))
     sys.stdout.flush()
     os._exit(0)

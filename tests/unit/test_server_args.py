@@ -21,6 +21,7 @@ FOUND_OUT = {
     "device",
 }
 DEFAULTS = {
+    "served_model_name": None,
     "max_total_tokens": None,
     "max_prefill_tokens": 16384,
     "kv_cache_dtype": "auto",
@@ -51,6 +52,9 @@ DEFAULTS = {
     "hicache_write_policy": "write_through",
     "hicache_io_backend": "kernel",
     "hicache_mem_layout": "layer_first",
+    "hicache_storage_backend": None,
+    "hicache_storage_prefetch_policy": "best_effort",
+    "hicache_storage_backend_extra_config": None,
 }
 DIFFERENT = {"hicache_io_backend": "auto"}  # chosen for each copy
 OURS = {

@@ -58,3 +58,28 @@ def test_inheritance_is_three_classes_deep_at_most() -> None:
     ours = bases()
     deep = [p for p in (path_to(n, ours) for n in ours) if len(p) > DEPTH]
     assert [p for p in deep if len(p) > DEPTH + 1 or not NAMED_BY_SGLANG & {*p}] == []
+
+
+def settings_made(tree: ast.Module) -> list[int]:
+    """Lines outside of functions and the main guard that set ``os.environ[...]``, read ``argv``."""
+    found: list[int] = []
+    for line in tree.body:
+        if not isinstance(line, ast.FunctionDef | ast.ClassDef | ast.If):
+            found += [
+                node.lineno
+                for node in ast.walk(line)
+                if (
+                    (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
+                    and ast.unparse(node.value) == "os.environ"
+                )
+                or ast.unparse(node) == "sys.argv"
+            ]
+    return found
+
+
+def test_a_helper_can_be_imported_beside_other_tests() -> None:
+    """They are collected for doctests; a variable set then would stay for every test after."""
+    helpers = sorted((SRC.parent / "tests" / "helpers").glob("*.py"))
+    assert helpers
+    made = {path.name: settings_made(ast.parse(path.read_text("utf-8"))) for path in helpers}
+    assert {name: lines for name, lines in made.items() if lines} == {}
