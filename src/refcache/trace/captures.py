@@ -83,6 +83,11 @@ def _free(rec: Recording, free_index: Any) -> Steps:
     yield f.Free(slots=_ints(free_index))
 
 
+def _free_each(rec: Recording, lists: Any) -> Steps:
+    """One free of all the lists: they are given back together, or not at all."""
+    yield f.Free(slots=[slot for slots in lists for slot in _ints(slots)])
+
+
 def _backup_state(rec: Recording) -> Steps:
     call = f.BackupState()
     value = yield call
@@ -249,12 +254,15 @@ ALLOCATOR: dict[str, Capture] = {
     "alloc_extend": _alloc_extend,
     "alloc_decode": _alloc_decode,
     "free": _free,
+    "free_each": _free_each,
     "free_group_begin": _without_arguments(f.FreeGroupBegin),
     "free_group_end": _without_arguments(f.FreeGroupEnd),
     "backup_state": _backup_state,
     "restore_state": _restore_state,
     "clear": _without_arguments(f.Clear),
 }
+OPTIONAL = frozenset({"free_each"})
+"""Other ways to ask for what is an operation already: nothing is missing without them."""
 POLLS = ("check_hicache_events", "writing_check", "loading_check", "flush_write_through_acks")
 TREE: dict[str, Capture] = {
     "match_prefix": _match_prefix,

@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from refcache.trace import format as f
-from refcache.trace.captures import Capture
+from refcache.trace.captures import OPTIONAL, Capture
 from refcache.trace.file import Closes, TraceWriter
 from refcache.trace.names import Named, Names
 from refcache.trace.parts import Parts
@@ -81,7 +81,7 @@ class Recorder(Closes):
                 name = names.method(operation)
                 if hasattr(owner.subject, name):
                     self._wrap(part, owner.subject, name, names.capture(operation, capture))
-                else:
+                elif operation not in OPTIONAL:
                     self.missing.append(f"{part}.{operation}")
 
     def close(self) -> None:

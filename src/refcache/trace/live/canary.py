@@ -101,6 +101,8 @@ class Canary(Closes):
         self._wrap(self.tree, "match_prefix", self._match_prefix)
         self._wrap(self.tree, "inc_lock_ref", self._inc_lock_ref)
         self._wrap(allocator, "free", self._free)
+        if hasattr(allocator, "free_each"):
+            self._wrap(allocator, "free_each", self._free_each)
         self._wrap(allocator, "clear", self._clear)
 
     def close(self) -> None:
@@ -179,6 +181,13 @@ class Canary(Closes):
             with self._beside:
                 self._kept[free_index // self.page_size] = 0
         return original(free_index, *rest, **more)
+
+    def _free_each(self, original: Any, lists: Sequence[torch.Tensor]) -> Any:
+        """As ``_free``, of several lists in one call."""
+        with self._beside:
+            for free_index in lists:
+                self._kept[free_index // self.page_size] = 0
+        return original(lists)
 
     def _clear(self, original: Any, *rest: Any, **more: Any) -> Any:
         """Every page is free."""
