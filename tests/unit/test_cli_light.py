@@ -51,7 +51,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["check", "sglang:0.5.10"], "is not unpacked"),
     (["check", "--suite", "tree.stat"], "did you mean 'tree.state'"),
     (["check", "--planted", "no-such-bug"], "unknown planted bug"),
-    (["check", "naive", "--planted", "split-keeps-one-lock"], "it is the reference"),
+    (["check", "naive", "--planted", "split-keeps-one-lock"], "it is refcache that is patched"),
     (["check", "--without-edge", "load-fense"], "did you mean 'load-fence'"),
     (["check", "--profile", "sglang"], "unknown profile"),
     (["check", "--write-policy", "back"], "unknown write policy 'back'"),

@@ -73,33 +73,6 @@ class CountingRadixCache(RadixCache):
         return result
 
 
-class CountingSWARadixCache(SWARadixCache):
-    """A tree with windows that counts what it evicts."""
-
-    evicted_tokens = 0
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        result = super().evict(params)
-        self.evicted_tokens += result.num_tokens_evicted
-        return result
-
-
-class CountingMambaRadixCache(MambaRadixCache):
-    """A tree with states that counts what it evicts; without ``branching`` it names no points."""
-
-    evicted_tokens = 0
-    branching = True
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        result = super().evict(params)
-        self.evicted_tokens += result.num_tokens_evicted
-        return result
-
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        match = super().match_prefix(params)
-        return match if self.branching else match._replace(mamba_branching_seqlen=None)
-
-
 class CountingHiRadixCache(CountingRadixCache, HiRadixCache):
     """A two-tier tree that also counts the tokens that move between the tiers."""
 
@@ -121,7 +94,7 @@ class CountingHiRadixCache(CountingRadixCache, HiRadixCache):
 
 
 def counted(tree: Any) -> Any:
-    """A target's tree, with what it evicts counted in ``evicted_tokens``."""
+    """A tree, with what it evicts counted in ``evicted_tokens``."""
     evict = tree.evict
 
     def counting(params: EvictParams) -> EvictResult:
@@ -130,6 +103,18 @@ def counted(tree: Any) -> Any:
         return result
 
     tree.evicted_tokens, tree.evict = 0, counting
+    return tree
+
+
+def without_branching(tree: Any) -> Any:
+    """A tree of states whose matches name no branching points."""
+    match = tree.match_prefix
+
+    def unbranched(params: MatchPrefixParams) -> MatchResult:
+        found: MatchResult = match(params)
+        return found._replace(mamba_branching_seqlen=None)
+
+    tree.match_prefix = unbranched
     return tree
 
 
@@ -249,10 +234,9 @@ def make_scheduler(
         if config.model != "full":
             params = replace(params, hit_refreshes=config.hit_refreshes)
             if config.model == "swa":
-                return CountingSWARadixCache(params)
-            states = CountingMambaRadixCache(params)
-            states.branching = config.branching
-            return states
+                return counted(SWARadixCache(params))
+            states = counted(MambaRadixCache(params))
+            return states if config.branching else without_branching(states)
         if server_args.enable_hierarchical_cache:
             tree = CountingHiRadixCache(params, server_args)
             if config.load_back_threshold is not None:

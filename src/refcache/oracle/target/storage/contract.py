@@ -25,11 +25,12 @@ there, one that it has not is whole or a miss, and a restart leaves no file that
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from refcache.oracle.target.config import CacheConfig
+
+if TYPE_CHECKING:
+    import torch
 
 TOKEN_BYTES = 16
 """Of one token in the pools of the suites."""
@@ -76,21 +77,23 @@ class RowsPool:
     Its pages are flat copies; ``layout`` is only a name here, as the bytes of a page are drawn.
     """
 
-    dtype = torch.uint8
     size_per_token = TOKEN_BYTES
 
     def __init__(self, page_size: int, slots: int, layout: str) -> None:
+        import torch  # answers that need no tensor do not import it
+
+        self.dtype = torch.uint8
         self.page_size = page_size
         self.size = slots
         self.layout = layout
         self.rows = torch.zeros(slots, TOKEN_BYTES, dtype=torch.uint8)
 
-    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+    def get_data_page(self, index: int, flat: bool = True) -> "torch.Tensor":
         page = self.rows[int(index) : int(index) + self.page_size]
         return page.flatten().clone() if flat else page
 
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return torch.zeros(self.page_size * TOKEN_BYTES, dtype=torch.uint8)
+    def get_dummy_flat_data_page(self) -> "torch.Tensor":
+        return self.rows.new_zeros(self.page_size * TOKEN_BYTES)
 
-    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+    def set_from_flat_data_page(self, index: int, data_page: "torch.Tensor") -> None:
         self.rows[int(index) : int(index) + self.page_size] = data_page.view(-1, TOKEN_BYTES)
