@@ -409,6 +409,22 @@ TWO_TIERS = [
 NO_TREE = {"create_simulated": "makes a tree; its arguments are the constructor's"}
 
 
+BELOW = "of the storage tier: the suites storage.* call it, wrong values are not tried"
+PAGES = dict.fromkeys(
+    ("get_data_page", "get_page_buffer_meta", "get_split_heads_page_buffer_meta",
+     "set_from_flat_data_page"), BELOW,
+)  # fmt: skip
+THREADS = dict.fromkeys(
+    ("append_host_mem_release", "prefetch", "terminate_prefetch", "write_storage"), BELOW
+)
+PREFETCHES = dict.fromkeys(
+    ("attach_storage_backend", "can_terminate_prefetch", "check_prefetch_progress",
+     "is_prefetch_timeout", "pop_prefetch_loaded_tokens", "prefetch_from_storage",
+     "prefix_length", "release_aborted_request", "terminate_prefetch", "write_backup_storage"),
+    BELOW,
+)  # fmt: skip
+REGION["pool_of"] = "a pool without parts answers with itself whatever is asked"
+
 SUBJECTS = {
     "token allocator": Subject(TokenToKVPoolAllocator, lambda: allocator(1), ALLOCATOR),
     "paged allocator": Subject(
@@ -417,13 +433,13 @@ SUBJECTS = {
     "rows": Subject(ReqToTokenPool, rows, ROWS),
     "mha": Subject(MHATokenToKVPool, device_pool, GETTERS + MHA, REGION),
     "mla": Subject(MLATokenToKVPool, lambda: device_pool(True), GETTERS + MLA, REGION),
-    "mha host": Subject(MHATokenToKVPoolHost, host_pool, HOST),
-    "mla host": Subject(MLATokenToKVPoolHost, lambda: host_pool(True), HOST),
-    "controller": Subject(HiCacheController, controller, CONTROLLER),
+    "mha host": Subject(MHATokenToKVPoolHost, host_pool, HOST, PAGES),
+    "mla host": Subject(MLATokenToKVPoolHost, lambda: host_pool(True), HOST, PAGES),
+    "controller": Subject(HiCacheController, controller, CONTROLLER, THREADS),
     "layer event": Subject(LayerLoadingEvent, lambda: LayerLoadingEvent(2), LAYERS),
     "layer counter": Subject(LayerDoneCounter, lambda: LayerDoneCounter(2), COUNTER),
     "tree": Subject(RadixCache, tree, TREE, NO_TREE),
-    "two tiers": Subject(HiRadixCache, lambda: tree(True), TREE + TWO_TIERS, NO_TREE),
+    "two tiers": Subject(HiRadixCache, lambda: tree(True), TREE + TWO_TIERS, NO_TREE | PREFETCHES),
 }
 
 

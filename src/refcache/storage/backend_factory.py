@@ -49,6 +49,8 @@ class StorageBackendFactory:
             InvalidArgument: a dynamic one that is not described, cannot be imported or is no
                 :class:`~refcache.storage.base.HiCacheStorage`.
         """
+        if not isinstance(backend_name, str):
+            raise UnknownName("storage backend", str(backend_name), cls.names())
         options = dict(storage_config.extra_config or {})
         if backend_name == "dynamic":
             missing = [name for name in DYNAMIC if not options.get(name)]

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from refcache.planted.bug import PlantedBug
 
 BLOCKS = "refcache.oracle.target.sequences.naive:NaiveSequences"
@@ -201,6 +199,8 @@ def _loaded_in_another_order(original: Function) -> Function:
         slots, node = original(self, tokens, space)
         pages = slots.reshape(-1, self.size)
         if len(pages) > 2 and len(slots) > len(on_device):
+            import torch
+
             pages = torch.cat([pages[:-2], pages[-2:].flip(0)])
         return pages.flatten(), node
 
